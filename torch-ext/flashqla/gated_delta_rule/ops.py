@@ -54,6 +54,7 @@ def gated_delta_rule_bwd(
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, beta in their dtypes and of the initial state in the dtype of the final state."""
     _before_torch_path(q, k, v, g, beta, cu_seqlens)
+    validation.check_residuals(residuals, torch_path.residual_shape(q, v, cu_seqlens, chunk_size))
     with torch.autocast(q.device.type, enabled=False):
         return torch_path.backward(
             q, k, v, g, beta, initial_state, cu_seqlens, residuals, do, dht, scale, use_qk_l2norm, chunk_size
