@@ -1,5 +1,8 @@
 """How far two outcomes may be apart. The measure is the relative error of a whole tensor in the Frobenius norm."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -53,3 +56,11 @@ def assert_fingerprint(
     if total is not None:
         allowed = relative * x.abs().sum().item()
         assert abs(x.sum().item() - total) <= allowed, f"sum {x.sum().item():.11g} instead of {total:.11g}"
+
+
+def assert_refuses(function: Callable, arguments: dict, error: type, sentence: str) -> None:
+    """Exactly this error, in exactly one sentence."""
+    with pytest.raises((ValueError, TypeError)) as refusal:
+        function(**arguments)
+    assert refusal.type is error and str(refusal.value) == sentence
+    assert sentence.endswith(".") and ". " not in sentence

@@ -230,7 +230,7 @@ def test_a_wrong_number_of_initial_states_is_refused(kernel):
 
 def test_bounds_on_another_device_are_refused(kernel):
     problem = replace(packed(), cu_seqlens=torch.tensor(BOUNDS, device="meta"))
-    with pytest.raises(ValueError, match=r"cu_seqlens is on meta and v on cpu; .* pass cu_seqlens.to\(v.device\)"):
+    with pytest.raises(ValueError, match=r"cu_seqlens is on meta and q on cpu; .* pass cu_seqlens.to\(q.device\)"):
         forward(kernel, problem)
 
 
@@ -238,3 +238,26 @@ def test_a_batch_with_bounds_is_refused(kernel):
     problem = make_problem(2, 40, 1, 1, bounds=[0, 40], **SMALL)
     with pytest.raises(ValueError, match="q has batch size 2 with cu_seqlens; packed sequences lie in one row"):
         forward(kernel, problem)
+
+
+class BoundsOnGpu:
+    """Stands in for bounds on a GPU, where reading values waits for it."""
+
+    device = torch.device("cuda")
+
+    def tolist(self) -> list[int]:
+        return [0, 9]
+
+
+@pytest.mark.parametrize("wish", [None, "0", "1"])
+def test_values_of_bounds_on_a_gpu_are_read_on_request_only(part, monkeypatch, wish):
+    monkeypatch.delenv("FLASHQLA_CHECK_CU_SEQLENS", raising=False)
+    if wish is not None:
+        monkeypatch.setenv("FLASHQLA_CHECK_CU_SEQLENS", wish)
+    check = part("checks").check_cu_seqlens_values
+    if wish == "1":
+        with pytest.raises(ValueError, match="cu_seqlens ends at 9 but the row has 8 tokens"):
+            check(BoundsOnGpu(), 8)
+    else:
+        monkeypatch.setattr(BoundsOnGpu, "tolist", lambda self: pytest.fail("values were read"))
+        check(BoundsOnGpu(), 8)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from .compare import assert_refuses
 from .inputs import make_problem
 
 T = torch.tensor
@@ -251,14 +252,6 @@ REFUSALS = {
         "head_first is not an argument of the gated delta rule; it would be ignored: remove it or check its spelling.",
     ),
 }
-
-
-def assert_refuses(function, arguments: dict, error: type, sentence: str) -> None:
-    """Exactly this error, in exactly one sentence."""
-    with pytest.raises((ValueError, TypeError)) as refusal:
-        function(**arguments)
-    assert refusal.type is error and str(refusal.value) == sentence
-    assert sentence.endswith(".") and ". " not in sentence
 
 
 @pytest.mark.parametrize("case", REFUSALS)
