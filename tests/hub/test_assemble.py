@@ -23,8 +23,13 @@ import pathlib, sys
 from kernels import get_local_kernel
 from small_call import assert_computes
 
-first, second = (get_local_kernel(pathlib.Path(path)) for path in sys.argv[1:])
+first = get_local_kernel(pathlib.Path(sys.argv[1]))
+{between}
+second = get_local_kernel(pathlib.Path(sys.argv[2]))
 """
+# Copies of one build have one module name, and `kernels` lets them share submodules. A loader that gave every copy a name
+# of its own would run them twice, as this makes it do.
+FORGET = "for name in [name for name in sys.modules if name.startswith(first.__name__)]: del sys.modules[name]"
 
 
 @dataclass(frozen=True)
@@ -108,12 +113,11 @@ def test_card_does_not_change_the_namespace(project: Project):
 
 
 def test_bytecode_and_the_stand_in_for_ops_are_not_shipped(project: Project):
+    before = assemble_variant(project, UNIVERSAL)
     (project.sources / "__pycache__").mkdir(exist_ok=True)
     (project.sources / "__pycache__/layers.cpython-311.pyc").write_bytes(b"0")
     (project.sources / "_ops.py").write_text("ops = None")
-    files = assemble_variant(project, UNIVERSAL)
-    assert not [path for path in files if "__pycache__" in path]
-    assert b"add_op_namespace_prefix" in files["_ops.py"]
+    assert assemble_variant(project, UNIVERSAL) == before
 
 
 def test_symbolic_link_is_refused(project: Project):
@@ -150,20 +154,19 @@ def test_library_is_loaded_once_for_two_copies_of_a_build(project: Project, tmp_
     copies = [tmp_path / "first" / variant.name, tmp_path / "second" / variant.name]
     for copy in copies:
         write_tree(assemble(project, [variant]), copy.parent)
-    done = run_python("-c", LOAD_TWO + "assert first is not second", *copies)
+    done = run_python("-c", LOAD_TWO.format(between=FORGET), *copies)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["loaded"]
 
 
-def test_two_copies_of_one_build_work_in_one_process(released: Path, tmp_path: Path, run_python: RunPython):
+@pytest.mark.parametrize("between", ["", FORGET], ids=["shared", "apart"])
+def test_two_copies_of_one_build_work_in_one_process(
+    released: Path, tmp_path: Path, run_python: RunPython, between: str
+):
     shutil.copytree(released / "build", tmp_path / "copy/build")
-    code = (
-        LOAD_TWO
-        + """
-assert first is not second and first.__name__ == second.__name__
-for kernel in (first, second, first):
-    assert_computes(kernel)
-"""
+    code = LOAD_TWO.format(between=between) + (
+        "assert first is not second and first.__name__ == second.__name__\n"
+        "for kernel in (first, second, first): assert_computes(kernel)"
     )
     done = run_python("-c", code, released, tmp_path / "copy")
     assert done.returncode == 0, done.stderr
@@ -172,14 +175,10 @@ for kernel in (first, second, first):
 def test_two_different_builds_work_in_one_process(released: Path, sources: Path, run_python: RunPython):
     with (sources / "torch-ext/flashqla/layers.py").open("a") as file:
         file.write("\nREVISION = 2\n")
-    code = (
-        LOAD_TWO
-        + """
-assert first.__name__ != second.__name__
-assert second.layers.REVISION == 2 and not hasattr(first.layers, "REVISION")
-for kernel in (first, second, first):
-    assert_computes(kernel)
-"""
+    code = LOAD_TWO.format(between="") + (
+        "assert first.__name__ != second.__name__\n"
+        "assert second.layers.REVISION == 2 and not hasattr(first.layers, 'REVISION')\n"
+        "for kernel in (first, second, first): assert_computes(kernel)"
     )
     done = run_python("-c", code, released, build(sources))
     assert done.returncode == 0, done.stderr

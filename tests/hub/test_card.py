@@ -7,6 +7,7 @@ from fresh_process import RunPython
 from hub_server import Hub
 from source_tree import ROOT
 
+import flashqla_hub
 from flashqla_hub.package.project import read_project
 from flashqla_hub.package.variants import VARIANTS
 
@@ -38,6 +39,11 @@ def test_example_without_trust_would_be_refused(stocked_hub: Hub, run_python: Ru
 def test_example_names_the_published_repository_and_version():
     project = read_project(ROOT)
     assert f'get_kernel("{project.repo_id}", version={project.version}, trust_remote_code=True)' in code_blocks()[0]
+
+
+def test_names_of_the_package_exist():
+    names = set(re.findall(r"flashqla_hub\.([a-z_]+)", CARD))
+    assert {"kernelize", "download"} <= names <= set(flashqla_hub.__all__)
 
 
 def test_limits_name_every_build():

@@ -107,6 +107,12 @@ def test_offline_without_download_names_the_download(run_python: RunPython):
     assert f"run flashqla_hub.download('{REPO}', version=1) once with a network" in line
 
 
+def test_list_of_trusted_repositories_is_a_list_of_names(stocked_hub: Hub, run_python: RunPython):
+    succeed(run_python, DOWNLOAD.format(f"trust_remote_code=['{REPO}']"), hub=stocked_hub)
+    other = run_python("-c", DOWNLOAD.format("trust_remote_code=['qwen/other']"), hub=stocked_hub)
+    assert other.returncode == 1 and "pass trust_remote_code=True" in other.stderr
+
+
 def test_download_without_a_network_says_so(run_python: RunPython):
     offline = run_python("-m", "flashqla_hub", "download", HF_HUB_OFFLINE="1")
     assert offline.returncode == 1 and "HF_HUB_OFFLINE is set; unset it" in offline.stderr

@@ -12,6 +12,7 @@ from source_tree import build, commit_all
 
 from flashqla_hub.package import publish as publishing
 from flashqla_hub.package.errors import PackageError
+from flashqla_hub.package.hub_errors import redacted
 from flashqla_hub.package.project import read_project
 from flashqla_hub.package.publish import MINIMUM_HUB, publish, published_files
 
@@ -68,8 +69,7 @@ def test_what_is_there_already_is_not_uploaded_again(committed: Path, hub: Hub, 
     publish_all(committed, api)
     hub.requests.clear()
     publish_all(committed, api)
-    assert len(hub.changes) == 2
-    assert not [request for request in writes(hub) if "/commit/" in request or "/preupload/" in request]
+    assert len(hub.changes) == 2 and writes(hub) == []
 
 
 def test_only_changed_files_are_uploaded(committed: Path, hub: Hub, api):
@@ -193,6 +193,17 @@ def test_token_is_never_printed(committed: Path, hub: Hub, run_python: RunPython
     done = run_python("-m", "flashqla_hub", "publish", committed, "--execute", hub=hub)
     assert done.returncode == 1 and "you sent Bearer ***" in done.stderr
     assert TOKEN not in done.stdout + done.stderr
+
+
+def test_tokens_are_hidden_whoever_they_belong_to():
+    for text in (
+        "got hf_ABCdef123",
+        "got oauth_eyJ.a-b_c",
+        "got Bearer something",
+        "got my own",
+        "got hf_ABCdef123, then",
+    ):
+        assert redacted(text, token="my own").startswith("got ***" if "Bearer" not in text else "got Bearer ***")
 
 
 def test_token_is_in_no_part_of_the_error(committed: Path, hub: Hub, api):
