@@ -113,6 +113,7 @@ def write_tree(files: Mapping[str, bytes], folder: Path) -> None:
     Raises:
         PackageError: `folder` holds something that no build has written.
     """
+    folder = folder.resolve()
     strangers = [entry.name for entry in folder.iterdir() if not _is_build_product(entry)] if folder.exists() else []
     if strangers:
         raise PackageError(f"{folder} holds {', '.join(sorted(strangers))}, which no build wrote; name an empty one.")

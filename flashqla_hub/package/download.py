@@ -14,6 +14,7 @@ from .errors import PackageError, told_in_one_sentence
 
 REPO_ID = "qwen/flashqla"
 VERSION = 1
+BYTECODE = ["*.pyc", "**/__pycache__/**"]  # `kernels` downloads none either: it could differ from the source beside it
 
 
 def download(repo: str = REPO_ID, *, version: int = VERSION, trust_remote_code: bool | list[str] = False) -> Path:
@@ -46,7 +47,11 @@ def download(repo: str = REPO_ID, *, version: int = VERSION, trust_remote_code: 
             _require_trusted_publisher(repo)
         snapshot = Path(
             snapshot_download(
-                repo, repo_type="kernel", revision=f"v{version}", cache_dir=os.environ.get("KERNELS_CACHE") or None
+                repo,
+                repo_type="kernel",
+                revision=f"v{version}",
+                cache_dir=os.environ.get("KERNELS_CACHE") or None,
+                ignore_patterns=BYTECODE,
             )
         )
     _require_intact(snapshot)

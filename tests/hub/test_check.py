@@ -201,6 +201,18 @@ def test_bytecode_that_git_ignores_is_accepted_in_a_source_tree(committed: Path)
     assert "is compiled Python" in problems_of("no bytecode", committed)[0]
 
 
+def test_bytecode_that_python_left_in_the_hub_cache_is_accepted(released: Path, tmp_path: Path):
+    variant = tmp_path / VARIANT
+    variant.mkdir(parents=True)
+    (variant / "layers.py").symlink_to(released / VARIANT / "layers.py")
+    (variant / "__pycache__").mkdir()
+    (variant / "__pycache__/layers.cpython-311.pyc").write_bytes(b"")
+    assert problems_of("no bytecode", tmp_path) == []
+    (variant / "__pycache__/layers.cpython-312.pyc").symlink_to(released / VARIANT / "layers.py")
+    (variant / "__pycache__/gone.cpython-311.pyc").write_bytes(b"")
+    assert len(problems_of("no bytecode", tmp_path)) == 2
+
+
 def test_download_is_checked_without_its_sources(released: Path, tmp_path: Path):
     shutil.copytree(released / "build/torch-universal", tmp_path / "snapshot/build/torch-universal")
     results = {result.name: result for result in run_checks(read_subject(tmp_path / "snapshot"))}

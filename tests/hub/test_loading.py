@@ -10,9 +10,11 @@ from fresh_process import TOKEN, RunPython
 from hub_server import Hub
 from source_tree import stock
 
+from flashqla_hub.package.check import run_checks
 from flashqla_hub.package.errors import PackageError
 from flashqla_hub.package.kernel_data import Build
 from flashqla_hub.package.loading import load, local_folder
+from flashqla_hub.package.subject import read_subject
 
 REPO = "qwen/flashqla"
 COMPUTE = "from small_call import assert_computes\n"
@@ -24,6 +26,7 @@ NO_SOCKETS = (
 )
 # Prints the sentence with which load() refuses, behind the type of its cause.
 REFUSED = """
+from flashqla_hub.package.check import run_checks
 from flashqla_hub.package.errors import PackageError
 from flashqla_hub.package.loading import load
 
@@ -84,7 +87,7 @@ def test_untrusted_download_is_refused_before_it_fetches(stocked_hub: Hub, run_p
 
 def test_kernel_loads_offline_after_download(stocked_hub: Hub, run_python: RunPython):
     snapshot = Path(succeed(run_python, DOWNLOAD.format("trust_remote_code=True"), hub=stocked_hub).strip())
-    assert (snapshot / "build/torch-universal/metadata.json").is_file()
+    assert [result for result in run_checks(read_subject(snapshot)) if result.problems] == []
     code = NO_SOCKETS + COMPUTE + GET_KERNEL.format("") + "assert_computes(kernel)\n" + LOAD.format("")
     succeed(run_python, code, HF_HUB_OFFLINE="1")
 
@@ -128,6 +131,15 @@ def test_download_of_damaged_files_is_refused(stocked_hub: Hub, run_python: RunP
     repository.commit("v1", files)
     done = run_python("-m", "flashqla_hub", "download", "--trust-remote-code", hub=stocked_hub)
     assert done.returncode == 1 and "torch-universal differs from its digest" in done.stderr
+
+
+def test_download_leaves_bytecode_behind(stocked_hub: Hub, run_python: RunPython):
+    repository = stocked_hub.repositories[REPO]
+    files = repository.commits[repository.branches["v1"]]
+    bytecode = {"build/torch-universal/__pycache__/layers.cpython-311.pyc": files["build/torch-universal/layers.py"]}
+    repository.commit("v1", {**files, **bytecode})
+    snapshot = Path(succeed(run_python, DOWNLOAD.format("trust_remote_code=True"), hub=stocked_hub).strip())
+    assert not list(snapshot.rglob("*.pyc"))
 
 
 def test_version_or_repository_that_does_not_exist_is_named(stocked_hub: Hub, run_python: RunPython):
