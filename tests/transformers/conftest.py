@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import flashqla_hub
-from flashqla_hub import boundaries
+from flashqla_hub import boundaries, mapping
 from flashqla_hub.models import functions_of, imported_modeling_modules
 from tests.transformers.families import INSTALLED, tiny_model
 
@@ -39,6 +39,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(boundaries, "_warned", set())
     yield
     flashqla_hub.unregister()
+    mapping._loaded.cache_clear()
     for name in imported_modeling_modules():
         for function in functions_of(name).values():
             vars(function).pop("forward", None)

@@ -107,7 +107,7 @@ def test_packed_gradients_equal_those_of_separate_rows(plain, kernelize, ids, po
 @pytest.mark.parametrize("use_cache", [None, True])
 def test_short_packed_prefill_into_a_cache_is_aligned(plain, kernelize, use_cache):
     """A cache pads a row shorter than the convolution on the left; seq_idx of its tokens still fits."""
-    ids, positions = token_ids(1, 3), torch.tensor([[0, 1, 0]])
+    ids = token_ids(1, 3)
     kernelize(plain)
     with torch.no_grad():
         net = gated_delta_nets(plain)[-1].module
