@@ -23,6 +23,7 @@ class Command(NamedTuple):
         return getattr(import_module(self.module), self.function)
 
 
+# The overview lists them in this order; a new command is one more line.
 COMMANDS = {
     "build": Command("flashqla_hub.package.build", "build_command", "Assemble build/ from the sources."),
     "check": Command("flashqla_hub.package.check", "check_command", "Check a kernel repository against every rule."),
