@@ -48,9 +48,9 @@ def pass_boundaries(backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
     - One token per row, or a cache that already holds tokens: nothing to do.
 
     Ambiguous positions are warned of once. Looking at positions waits for the GPU, once in a forward, and once more for
-    rows that are packed; it happens only if the caller passed `position_ids` and no boundaries. While torch.compile traces,
-    no value is looked at: `seq_idx` is derived unconditionally if the kernel's convolution serves the device, and nothing
-    is derived otherwise.
+    rows that are packed; it happens only if the caller, such as `generate` for a prompt, passed `position_ids` and no
+    boundaries. While torch.compile traces, no value is looked at: `seq_idx` is derived unconditionally if the kernel's
+    convolution serves the device, and nothing is derived otherwise.
     """
     call = {**dict(zip(POSITIONAL, args, strict=False)), **kwargs}
     inputs = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
@@ -64,7 +64,9 @@ def pass_boundaries(backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
         found = _from_positions(call, inputs)
     if not found:
         return None
-    return args, {**kwargs, **_without_cache(call), **found}
+    if call.get("use_cache") is None and call.get("past_key_values") is None:
+        args, found["use_cache"] = args[: POSITIONAL.index("use_cache")], False
+    return args, {**kwargs, **found}
 
 
 def install(backbone: nn.Module) -> None:
@@ -86,7 +88,7 @@ def _from_positions(call: dict[str, Any], inputs: Tensor) -> dict[str, Tensor]:
     positions, mask = call.get("position_ids"), call.get("attention_mask")
     if positions is None or isinstance(mask, dict) or _holds_tokens(call.get("past_key_values")):
         return {}
-    text = _text_positions(positions, inputs.shape[0])
+    text = _text_positions(positions, *inputs.shape[:2])
     if torch.compiler.is_compiling():
         traceable = text is not None and mask is None and "causal_conv1d_fn" in names_for(positions.device.type)
         return {"seq_idx": _begins(text, None).cumsum(-1, dtype=torch.int32)} if traceable else {}
@@ -119,11 +121,12 @@ def _warn_of_restarting_axes(positions: Tensor) -> None:
         _warn_once(AXES_RESTART)
 
 
-def _text_positions(positions: Tensor, batch: int) -> Tensor | None:
-    """[B, T], or None if the positions are those of images alone."""
+def _text_positions(positions: Tensor, batch: int, num_tokens: int) -> Tensor | None:
+    """[B, T], or None if there are none: the positions are those of images alone, or not those of this batch."""
     if positions.dim() == 3 and positions.shape[0] in (1, TEXT_AND_MROPE_AXES):
         positions = positions[0]
-    return positions.expand(batch, -1) if positions.dim() == 2 else None
+    fits = positions.dim() == 2 and positions.shape[0] in (1, batch) and positions.shape[1] == num_tokens
+    return positions.expand(batch, -1) if fits else None
 
 
 def _begins(text: Tensor, mask: Tensor | None) -> Tensor:
@@ -147,14 +150,9 @@ def _sequence_of_tokens(cu_seq_lens: Tensor, inputs: Tensor) -> Tensor:
     return torch.searchsorted(cu_seq_lens[1:].to(token.dtype), token, right=True).to(torch.int32).unsqueeze(0)
 
 
-def _without_cache(call: dict[str, Any]) -> dict[str, bool]:
-    undecided = call.get("use_cache") is None and call.get("past_key_values") is None
-    return {"use_cache": False} if undecided else {}
-
-
-def _holds_tokens(cache_: Any) -> bool:
+def _holds_tokens(cache: Any) -> bool:
     """Whether a cache of transformers holds the state of earlier tokens; asked of its layers, so without a GPU value."""
-    return cache_ is not None and len(cache_.layers) > 0 and cache_.has_previous_state()
+    return cache is not None and len(cache.layers) > 0 and cache.has_previous_state()
 
 
 _warned: set[str] = set()

@@ -151,6 +151,21 @@ def test_boundaries_are_those_of_the_positions(plain, ids, positions, bounds, se
     assert found["use_cache"] is False and found["output_attentions"] is False
 
 
+def test_arguments_by_position_are_understood(plain, kernelize, separate, ids, positions):
+    """All of the backbone's arguments may come without names, those that the hook changes too."""
+    (backbone,) = backbones(kernelize(plain))
+    with torch.no_grad():
+        hidden = backbone(ids, None, positions, None, None, None).last_hidden_state
+        assert_close(plain.lm_head(hidden), separate, 1e-4)
+
+
+def test_positions_of_another_batch_are_left_to_the_model(plain, ids):
+    """The model's own error about them is the better one."""
+    for shape in ((2, ids.shape[1]), (1, 5), (5,)):
+        call = {"position_ids": torch.zeros(shape, dtype=torch.long)}
+        assert pass_boundaries(backbones(plain)[0], (ids,), call) is None
+
+
 def test_sequences_of_one_token_are_seen(plain):
     """Their positions repeat, 0 after 0, where those of longer sequences decrease."""
     positions = torch.tensor([[0, 0, 0, 1, 0]])
