@@ -1,7 +1,7 @@
-"""A digest of everything that the compiled bytes are made from; needs no compiler.
+"""Everything that the compiled bytes are made from, and its digest; needs no compiler.
 
-The libraries' op namespace and the manifest carry it, so that anybody can tell without tools whether the committed
-libraries belong to these sources. The tools' exact versions count through requirements/build.txt.
+The op namespace and the manifest carry the digest, so that anybody can tell without tools whether the committed libraries
+belong to these sources. The tools' exact versions count through requirements/build.txt.
 """
 
 from hashlib import sha256
@@ -16,18 +16,17 @@ FOLDERS = {
 }
 
 
-def input_files(root: Path = ROOT) -> list[Path]:
-    """All input files in a fixed order."""
-    found = [
-        path for folder, patterns in FOLDERS.items() for pattern in patterns for path in (root / folder).rglob(pattern)
-    ]
-    return sorted([root / REQUIREMENTS.relative_to(ROOT), *found])
+def input_files(root: Path = ROOT) -> dict[str, bytes]:
+    """Path relative to the project -> content, in a fixed order."""
+    patterns = [(root / folder, pattern) for folder, patterns in FOLDERS.items() for pattern in patterns]
+    found = [path for folder, pattern in patterns for path in folder.rglob(pattern)]
+    paths = sorted([root / REQUIREMENTS.relative_to(ROOT), *found])
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
 
 def inputs_digest(root: Path = ROOT) -> str:
     """sha256 over names and contents of the input files, as a hexadecimal string."""
     digest = sha256()
-    for path in input_files(root):
-        name, content = path.relative_to(root).as_posix().encode(), path.read_bytes()
-        digest.update(b"%d:%b%d:%b" % (len(name), name, len(content), content))
+    for name, content in input_files(root).items():
+        digest.update(b"%d:%b%d:%b" % (len(name), name.encode(), len(content), content))
     return digest.hexdigest()

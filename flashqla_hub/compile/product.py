@@ -77,9 +77,7 @@ def compile_product(
     """
     tools = find_tools()
     kernels = compile_kernels(specs, tools, Cache(cache_folder), report)
-    sources = hand_written_sources("runtime", "ops") | generated_sources(kernels)
-    zig_cache = cache_folder / "zig" if cache_folder else None
-    libraries = {machine: build_library(tools, machine, namespace, sources, zig_cache) for machine in MACHINES}
+    libraries = {machine: _link(tools, machine, namespace, kernels, cache_folder) for machine in MACHINES}
     manifest = {
         "inputs": inputs_digest(),
         "kernels": {kernel.plan.name: kernel.manifest_entry() for kernel in kernels},
@@ -88,6 +86,21 @@ def compile_product(
         "tools": tools.versions,
     }
     return _write(out, namespace, libraries, manifest, kernels)
+
+
+def compile_library(machine: str, namespace: str, specs: Sequence[KernelSpec], cache_folder: Path | None) -> bytes:
+    """The library for one CPU alone, judged like those of `compile_product` and equal to its bytes."""
+    tools = find_tools()
+    library = _link(tools, machine, namespace, compile_kernels(specs, tools, Cache(cache_folder)), cache_folder)
+    judge_library(library, machine)
+    return library
+
+
+def _link(
+    tools: Tools, machine: str, namespace: str, kernels: Sequence[CompiledKernel], cache_folder: Path | None
+) -> bytes:
+    sources = hand_written_sources("runtime", "ops") | generated_sources(kernels)
+    return build_library(tools, machine, namespace, sources, cache_folder / "zig" if cache_folder else None)
 
 
 def generated_sources(kernels: Sequence[CompiledKernel]) -> dict[str, bytes]:
