@@ -69,3 +69,28 @@ def fresh_process(fakes, stand_in_library, stand_ins):
     process = fake_gpu.Process(fakes, stand_in_library, NAMESPACE, [kernel.source for kernel in stand_ins])
     yield process
     process.stop()
+
+
+@pytest.fixture(scope="session")
+def product(tools):
+    """All kernels of the product, compiled and judged."""
+    from flashqla_hub.kernels.spec import SPECS
+
+    return compile_kernels(SPECS, tools, Cache(default_folder()))
+
+
+@pytest.fixture(scope="session")
+def product_library(product, tools, tmp_path_factory) -> Path:
+    """The library as it is shipped, for this machine's CPU."""
+    sources = hand_written_sources("runtime", "ops") | generated_sources(product)
+    library = build_library(tools, platform.machine(), NAMESPACE, sources, default_folder() / "zig")
+    path = tmp_path_factory.mktemp("product") / f"{NAMESPACE}.so"
+    path.write_bytes(library)
+    return path
+
+
+@pytest.fixture(scope="session")
+def product_process(fakes, product_library, product):
+    process = fake_gpu.Process(fakes, product_library, NAMESPACE, [kernel.source for kernel in product])
+    yield process
+    process.stop()
