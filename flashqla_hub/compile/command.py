@@ -1,5 +1,6 @@
 """`python -m flashqla_hub compile`: the specs' kernels as libraries, with a table of what came out."""
 
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -8,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from .cache import Cache, default_folder
-from .cubin import CompilerError
+from .errors import CompileError
 from .inputs import inputs_digest
-from .kernel_build import CompiledKernel, GateFailure
+from .kernel_build import CompiledKernel, KernelSpec
 from .product import Product, compile_kernels, compile_product
-from .tools import ToolsMissing, find_tools
+from .tools import find_tools
 
 SHOWN_OPCODES = ("HGMMA", "UTMALDG", "UTMASTG")
 
@@ -33,34 +34,38 @@ def compile_command(
     console = Console()
     cache_folder = None if no_cache else cache or default_folder()
     try:
+        tools = find_tools()  # before the specs, whose kernels import tilelang
         from flashqla_hub.kernels.spec import SPECS
 
         if kernel:
-            specs = [spec for spec in SPECS if spec.name in kernel]
-            unknown = sorted(set(kernel) - {spec.name for spec in specs})
-            if unknown:
-                known = ", ".join(spec.name for spec in SPECS)
-                raise typer.BadParameter(f"there is no kernel {', '.join(unknown)}; there are {known}.")
-            kernels = compile_kernels(specs, find_tools(), Cache(cache_folder), _progress(console))
+            kernels = compile_kernels(_choose(SPECS, kernel), tools, Cache(cache_folder), _progress(console))
             console.print(_kernel_table(kernels))
             return
         product = compile_product(out, namespace or default_namespace(), SPECS, cache_folder, _progress(console))
-    except (ToolsMissing, CompilerError, GateFailure) as error:
+    except (CompileError, FileExistsError) as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(1) from error
     console.print(_kernel_table(product.kernels))
     _print_libraries(console, product)
 
 
-def _progress(console: Console):
+def _choose(specs: Sequence[KernelSpec], names: Sequence[str]) -> list[KernelSpec]:
+    unknown = sorted(set(names) - {spec.name for spec in specs})
+    if unknown:
+        known = ", ".join(spec.name for spec in specs)
+        raise typer.BadParameter(f"there is no kernel {', '.join(unknown)}; there are {known}.")
+    return [spec for spec in specs if spec.name in names]
+
+
+def _progress(console: Console) -> Callable[[CompiledKernel], None]:
     def report(kernel: CompiledKernel) -> None:
         console.print(f"compiled {kernel.plan.name}", highlight=False)
 
     return report
 
 
-def _kernel_table(kernels) -> Table:
-    table = Table("kernel", *(f"{name}" for name in ("registers", "shared memory", "cubin", *SHOWN_OPCODES)))
+def _kernel_table(kernels: Iterable[CompiledKernel]) -> Table:
+    table = Table("kernel", "registers", "shared memory", "cubin", *SHOWN_OPCODES)
     for kernel in kernels:
         shared = kernel.resources.static_shared_memory + kernel.plan.dynamic_shared_memory
         counts = (str(kernel.opcodes.get(opcode, 0)) for opcode in SHOWN_OPCODES)

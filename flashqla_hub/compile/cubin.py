@@ -13,16 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .errors import CompilerError
 from .tools import Tools
 
 NVCC_FLAGS = ("--ptx", "-O3", "-std=c++20", "-gencode", "arch=compute_90a,code=compute_90a", "-w", "-DNDEBUG")
 PTX_ISA = "8.8"  # the newest that ptxas 12.9 takes
 PTXAS_FLAGS = ("-arch=sm_90a", "-O3", "-v", "--warn-on-spills")
 TIMEOUT_SECONDS = 900
-
-
-class CompilerError(RuntimeError):
-    """A compiler refused its input; the message holds what it said."""
 
 
 @dataclass(frozen=True)

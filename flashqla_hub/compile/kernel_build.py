@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from .cache import Cache
 from .cubin import NVCC_FLAGS, PTX_ISA, PTXAS_FLAGS, Resources, assemble, compile_ptx, count_instructions
+from .errors import GateFailure
 from .gates import kernel_failures
 from .launch_plan import LaunchPlan
 from .tools import Tools
@@ -33,10 +34,6 @@ class KernelSpec(Protocol):
     def pass_configs(self) -> Mapping[str, Any]: ...
 
     def build(self) -> Any: ...
-
-
-class GateFailure(RuntimeError):
-    """The compiled result may not be shipped; one line per reason."""
 
 
 @dataclass(frozen=True)

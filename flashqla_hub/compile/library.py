@@ -6,7 +6,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .cubin import CompilerError, run
+from .cubin import run
+from .errors import CompilerError
 from .tools import ROOT, Tools
 
 MACHINES = ("x86_64", "aarch64")

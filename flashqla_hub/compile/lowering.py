@@ -22,16 +22,13 @@ from tilelang import tvm
 from tvm import tirx
 from tvm.target import Target
 
+from .errors import LoweringError
 from .expressions import cpp_expression
 from .launch_plan import Argument, LaunchPlan, Scalar, Symbol, Tensor, TensorMap
 
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 DTYPES = ("bfloat16", "float16", "float32", "int32", "int64")
 SCALAR_DTYPES = ("float32", "int32", "int64")
-
-
-class LoweringError(RuntimeError):
-    """The kernel uses something on the host side that the launchers cannot express; the message names it."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from typing import Any
 
 from .cache import Cache
 from .elf import read_shared_library
+from .errors import GateFailure
 from .gates import library_failures, newest_glibc, used_shims
 from .inputs import inputs_digest
-from .kernel_build import CompiledKernel, GateFailure, KernelSpec, compile_kernel, judge_kernel, lower_kernel
+from .kernel_build import CompiledKernel, KernelSpec, compile_kernel, judge_kernel, lower_kernel
 from .launcher_source import HEADER, header_source, launcher_source
 from .library import MACHINES, build_library, hand_written_sources
 from .tools import Tools, find_tools
@@ -66,7 +67,7 @@ def compile_product(
     cache_folder: Path | None,
     report: Callable[[CompiledKernel], None] = lambda kernel: None,
 ) -> Product:
-    """Writes `<out>/<machine>/<namespace>.so` per CPU and `<out>/manifest.json`; `out` is emptied first.
+    """Writes `<out>/<machine>/<namespace>.so` per CPU and `<out>/manifest.json` in place of an earlier result.
 
     Args:
         namespace: op namespace of the libraries, a Python identifier.
@@ -74,7 +75,12 @@ def compile_product(
 
     Raises:
         ToolsMissing, LoweringError, CompilerError, GateFailure: see their docstrings.
+        FileExistsError: `out` holds something that no earlier run wrote; nothing is touched.
     """
+    if out.exists() and any(out.iterdir()) and not (out / MANIFEST).exists():
+        raise FileExistsError(
+            f"{out} holds something other than an earlier result of this command; name another folder."
+        )
     tools = find_tools()
     kernels = compile_kernels(specs, tools, Cache(cache_folder), report)
     libraries = {machine: _link(tools, machine, namespace, kernels, cache_folder) for machine in MACHINES}
@@ -139,7 +145,7 @@ def _write(
     manifest: Mapping[str, Any],
     kernels: Sequence[CompiledKernel],
 ) -> Product:
-    _empty(out)
+    shutil.rmtree(out, ignore_errors=True)
     paths = {}
     for machine, data in libraries.items():
         paths[machine] = out / machine / f"{namespace}.so"
@@ -151,12 +157,3 @@ def _write(
         (out / "kernels" / f"{kernel.plan.name}.cubin").write_bytes(kernel.cubin)
     (out / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
     return Product(paths, out / MANIFEST, kernels)
-
-
-def _empty(out: Path) -> None:
-    """Removes an earlier product; anything else in that place stays and is an error."""
-    if out.exists() and any(out.iterdir()) and not (out / MANIFEST).exists():
-        raise FileExistsError(
-            f"{out} holds something other than an earlier result of this command; choose another folder."
-        )
-    shutil.rmtree(out, ignore_errors=True)

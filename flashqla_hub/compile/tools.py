@@ -8,13 +8,11 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from .errors import ToolsMissing
+
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements" / "build.txt"
 INSTALL = "pip install -r requirements/build.txt"
-
-
-class ToolsMissing(RuntimeError):
-    """A compiler is absent or has another version than the pinned one; the message says which and how to get it."""
 
 
 @dataclass(frozen=True)

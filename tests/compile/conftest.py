@@ -2,6 +2,8 @@
 
 import pytest
 
+from flashqla_hub.compile.cache import Cache, default_folder
+from flashqla_hub.compile.product import compile_kernels
 from flashqla_hub.compile.tools import explain_missing_tools, find_tools
 
 
@@ -11,3 +13,11 @@ def tools():
     if missing:
         pytest.skip(missing)
     return find_tools()
+
+
+@pytest.fixture(scope="session")
+def product(tools):
+    """All kernels of the product, compiled and judged."""
+    from flashqla_hub.kernels.spec import SPECS
+
+    return compile_kernels(SPECS, tools, Cache(default_folder()))

@@ -6,7 +6,6 @@ import pytest
 
 from flashqla_hub.compile import gates
 from flashqla_hub.compile.cubin import (
-    CompilerError,
     Resources,
     assemble,
     compile_ptx,
@@ -15,6 +14,7 @@ from flashqla_hub.compile.cubin import (
     parse_sass,
 )
 from flashqla_hub.compile.elf import Import, SharedLibrary
+from flashqla_hub.compile.errors import CompilerError
 from flashqla_hub.compile.gates import kernel_failures, library_failures
 from flashqla_hub.compile.launch_plan import LaunchPlan
 

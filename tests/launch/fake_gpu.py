@@ -176,7 +176,7 @@ def _start(fakes: Path, library: Path, namespace: str, cuda_sources: list[str]) 
 def _run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     _State.cuda.fake_reset()
     _State.cuda.fake_set_compute_capability(90)
-    _State.torch_cuda.fake_forget_places()
+    _State.torch_cuda.fake_forget()
     _State.torch_cuda.fake_set_device(0)
     for device in range(8):
         _State.torch_cuda.fake_set_stream(device, ctypes.c_uint64(0))

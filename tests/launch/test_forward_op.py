@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import TensorMap, launches, op
+from fake_gpu import TensorMap, launches, op, torch_fake
 
 H, HV = 2, 4
 BFLOAT16, FLOAT16, FLOAT32 = 9, 6, 7  # CU_TENSOR_MAP_DATA_TYPE_*
@@ -288,3 +288,34 @@ def test_a_wrong_argument_is_one_sentence_and_no_launch(product_process, index, 
 def test_packing_takes_one_batch_row(product_process):
     with pytest.raises(RuntimeError, match="q has batch size 2 and cu_seqlens packs all sequences into one"):
         product_process.run(run, replace(PACKED, batch=2))
+
+
+def fail_every_allocation_once(call: Call):
+    """Messages of calls whose first, second, ... allocation fails until one succeeds, and what is left of them."""
+    messages = []
+    for allowed in range(20):
+        torch_fake().fake_fail_allocation(allowed)
+        try:
+            op("sm90_gated_delta_rule_fwd", *make_arguments(call))
+        except RuntimeError as error:
+            messages.append(str(error).splitlines()[0])
+        else:
+            break
+    return messages, torch_fake().fake_open_guards(), torch_fake().fake_live_allocations()
+
+
+def test_lack_of_memory_at_any_point_is_named_and_leaves_nothing_behind(product_process):
+    messages, guards, live = product_process.run(fail_every_allocation_once, replace(PACKED, gate_dtype="bfloat16"))
+    assert [message.split()[4] for message in messages] == [
+        "o",
+        "final_state",
+        "A",
+        "chunks",
+        "items",
+        "decay",
+        "key_norm",
+        "g",
+    ]
+    assert messages[1].startswith("PyTorch could not allocate final_state with 196608 elements of float32 on device 0")
+    assert guards == 0
+    assert live == 3, "the results of the last call, which succeeded"

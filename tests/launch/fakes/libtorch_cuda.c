@@ -17,7 +17,8 @@ static struct {
   void* data;
   int device;
 } placed[MAX_PLACED];
-static int placed_count, open_guards, failing_allocations;
+static int placed_count, open_guards, allowed_allocations = -1;
+static void* allocated[MAX_PLACED];
 
 static void* real(const char* name) {
   static void* libtorch;
@@ -31,12 +32,28 @@ void fake_place(void* data, int device) {
   placed[placed_count].data = data;
   placed[placed_count++ % MAX_PLACED].device = device;
 }
-void fake_forget_places(void) { placed_count = 0; }
+void fake_forget(void) {
+  placed_count = 0;
+  for (int i = 0; i < MAX_PLACED; i++) allocated[i] = NULL;
+}
 void fake_set_stream(int device, uint64_t stream) { streams[device] = stream; }
 void fake_set_device(int device) { current_device = device; }
 int fake_current_device(void) { return current_device; }
 int fake_open_guards(void) { return open_guards; }
-void fake_fail_next_allocations(int count) { failing_allocations = count; }
+void fake_fail_allocation(int allowed_before) { allowed_allocations = allowed_before; }
+int fake_live_allocations(void) {
+  int count = 0;
+  for (int i = 0; i < MAX_PLACED; i++) count += allocated[i] != NULL;
+  return count;
+}
+
+static void replace_allocated(void* from, void* to) {
+  for (int i = 0; i < MAX_PLACED; i++)
+    if (allocated[i] == from) {
+      allocated[i] = to;
+      return;
+    }
+}
 
 // ---- libtorch
 
@@ -54,12 +71,18 @@ int32_t aoti_torch_get_device_index(void* tensor, int32_t* result) {
 int32_t aoti_torch_empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype,
                                  int32_t device_type, int32_t device_index, void** result) {
   typedef int32_t (*Function)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**);
-  if (failing_allocations > 0) return failing_allocations--, 1;
+  if (allowed_allocations >= 0 && allowed_allocations-- == 0) return 1;
   int32_t error = ((Function)real("aoti_torch_empty_strided"))(rank, sizes, strides, dtype, device_type, 0, result);
   void* data = NULL;
   if (!error) error = ((int32_t(*)(void*, void**))real("aoti_torch_get_data_ptr"))(*result, &data);
   if (!error && device_index) fake_place(data, device_index);
+  if (!error) replace_allocated(NULL, *result);
   return error;
+}
+
+int32_t aoti_torch_delete_tensor_object(void* tensor) {
+  replace_allocated(tensor, NULL);
+  return ((int32_t(*)(void*))real("aoti_torch_delete_tensor_object"))(tensor);
 }
 
 int32_t aoti_torch_create_device_guard(int32_t device, void** result) {
