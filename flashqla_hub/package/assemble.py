@@ -58,9 +58,8 @@ def shipped_files(project: Project) -> dict[str, bytes]:
         relative = path.relative_to(project.sources)
         if path.is_symlink():
             raise PackageError(f"{path} is a symbolic link; put the file itself there.")
-        if path.is_dir() or "__pycache__" in relative.parts or path.suffix[1:] not in project.extensions:
-            continue
-        files[relative.as_posix()] = path.read_bytes()
+        if path.is_file() and path.suffix[1:] in project.extensions:
+            files[relative.as_posix()] = path.read_bytes()
     files.pop(OPS, None)
     return files
 
@@ -114,6 +113,7 @@ def write_tree(files: Mapping[str, bytes], folder: Path) -> None:
     Raises:
         PackageError: `folder` holds something that no build has written.
     """
+    folder = folder.resolve()
     strangers = [entry.name for entry in folder.iterdir() if not _is_build_product(entry)] if folder.exists() else []
     if strangers:
         raise PackageError(f"{folder} holds {', '.join(sorted(strangers))}, which no build wrote; name an empty one.")

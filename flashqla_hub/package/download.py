@@ -14,18 +14,21 @@ from .errors import PackageError, told_in_one_sentence
 
 REPO_ID = "qwen/flashqla"
 VERSION = 1
+BYTECODE = ["*.pyc", "**/__pycache__/**"]  # `kernels` downloads none either: it could differ from the source beside it
 
 
-def download(repo: str = REPO_ID, *, version: int = VERSION, trust_remote_code: bool = False) -> Path:
+def download(repo: str = REPO_ID, *, version: int = VERSION, trust_remote_code: bool | list[str] = False) -> Path:
     """Fetch every variant of a kernel into the cache that `kernels` reads.
 
-    Afterwards `kernels.get_kernel(repo, version=version)` works with HF_HUB_OFFLINE=1. Offline, `kernels` cannot ask who
-    published what the cache holds and loads it, so the publisher is checked here, before anything is fetched.
+    Afterwards `kernels.get_kernel(repo, version=version)` works with HF_HUB_OFFLINE=1, and so does `kernels.load_kernel`
+    with a lock file that pins the same commit. Offline, `kernels` loads what the cache holds without asking who
+    published it, so the publisher is checked here, before anything is fetched.
 
     Args:
         repo: Kernel repository on the Hub, "organisation/name".
         version: Version of the kernel's contract, branch `v<version>`.
-        trust_remote_code: Fetch it although the Hub does not list the publisher as trusted.
+        trust_remote_code: Fetch it although the Hub does not list the publisher as trusted; a list names the
+            repositories for which that holds.
 
     Returns:
         The downloaded snapshot; its `build/` holds the variants.
@@ -39,11 +42,16 @@ def download(repo: str = REPO_ID, *, version: int = VERSION, trust_remote_code: 
     from .hub_errors import explained
 
     with explained(f"download {repo}"):
-        if not trust_remote_code:
+        allowed = repo in trust_remote_code if isinstance(trust_remote_code, list) else trust_remote_code
+        if not allowed:
             _require_trusted_publisher(repo)
         snapshot = Path(
             snapshot_download(
-                repo, repo_type="kernel", revision=f"v{version}", cache_dir=os.environ.get("KERNELS_CACHE") or None
+                repo,
+                repo_type="kernel",
+                revision=f"v{version}",
+                cache_dir=os.environ.get("KERNELS_CACHE") or None,
+                ignore_patterns=BYTECODE,
             )
         )
     _require_intact(snapshot)

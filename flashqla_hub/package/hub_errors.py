@@ -36,7 +36,8 @@ def explained(action: str, token: str | None = None) -> Iterator[None]:
     try:
         yield
     except (HTTPError, OSError) as error:
-        raise PackageError(f"cannot {action}: {redacted(sentence_of(error), token)}") from _without_token(error, token)
+        _clear_tokens(error, token)
+        raise PackageError(f"cannot {action}: {redacted(sentence_of(error), token)}") from error
 
 
 def redacted(text: str, token: str | None = None) -> str:
@@ -70,10 +71,13 @@ def sentence_of(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """What the server itself said, or what the client says of the failure."""
+    text = getattr(error, "server_message", None) or str(error)
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
 
 
-def _without_token(error: BaseException, token: str | None) -> BaseException:
-    """The error itself, its text cleared of tokens: a traceback prints the cause, too."""
-    error.args = tuple(redacted(arg, token) if isinstance(arg, str) else arg for arg in error.args)
-    return error
+def _clear_tokens(error: BaseException | None, token: str | None) -> None:
+    """Clear the texts of the error and of all that led to it: a traceback prints every one of them."""
+    while error is not None:
+        error.args = tuple(redacted(arg, token) if isinstance(arg, str) else arg for arg in error.args)
+        error = error.__cause__ or error.__context__

@@ -28,7 +28,8 @@ def load(
             ".", "/" or "~".
         version: Version of the kernel's contract on the Hub; a folder has only one.
         trust_remote_code: Load it although the Hub does not list its publisher as trusted; code you chose to trust.
-        check_arch: Refuse a build whose compiled kernels do not fit the current GPU; False takes the PyTorch path there.
+        check_arch: Refuse a build from the Hub whose compiled kernels do not fit the current GPU; False takes the PyTorch
+            path there, as a folder always does.
 
     Returns:
         The kernel module: what `__all__` of torch-ext/flashqla/__init__.py lists.

@@ -99,11 +99,12 @@ def execute(api: "HfApi", repo_id: str, plans: list[BranchPlan], source_commit: 
     """Make the changes: the repository, then the version's branch, then the card."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
+    pending = [plan for plan in plans if not plan.is_done]
+    if not pending:
+        return
     with explained(f"create {repo_id}", api.token):
         api.create_repo(repo_id, repo_type=REPO_TYPE, exist_ok=True)
-    for plan in plans:
-        if plan.is_done:
-            continue
+    for plan in pending:
         with explained(f"publish branch {plan.branch} of {repo_id}", api.token):
             if plan.branch != "main":
                 api.create_branch(repo_id, branch=plan.branch, repo_type=REPO_TYPE, exist_ok=True)

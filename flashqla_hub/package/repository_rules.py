@@ -42,14 +42,18 @@ def layout_problems(subject: Subject) -> list[str]:
 
 
 def bytecode_problems(subject: Subject) -> list[str]:
-    """No compiled Python, which could differ from the source beside it; what git ignores is not shipped."""
+    """No compiled Python, which could differ from the source beside it.
+
+    What Python itself wrote is no breach: in a source tree, what git ignores; in the Hub's cache, plain files beside
+    sources that are links to what was downloaded.
+    """
     folders = [subject.root / "build", subject.root / "torch-ext"]
     paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".pyc", ".pyo")]
-    ignored = _ignored_by_git(subject.root, paths) if subject.project else set()
+    local = _ignored_by_git(subject.root, paths) if subject.project else set(filter(_was_written_in_the_cache, paths))
     return [
         f"{path.relative_to(subject.root)} is compiled Python; delete it, the source beside it is what counts."
         for path in paths
-        if path not in ignored
+        if path not in local
     ]
 
 
@@ -220,6 +224,11 @@ def _split_front_matter(text: str) -> tuple[dict, str]:
     except yaml.YAMLError:
         return {}, text
     return (front if isinstance(front, dict) else {}), text[match.end() :]
+
+
+def _was_written_in_the_cache(bytecode: Path) -> bool:
+    source = bytecode.parent.parent / f"{bytecode.name.partition('.')[0]}.py"
+    return source.is_symlink() and not bytecode.is_symlink()
 
 
 def _ignored_by_git(root: Path, paths: list[Path]) -> set[Path]:

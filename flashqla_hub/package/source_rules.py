@@ -137,10 +137,12 @@ def _forbidden_uses(node: ast.AST, names: Mapping[str, str]) -> Iterator[str]:
     yield from (name for name in _imported_packages(node) if name in FORBIDDEN_MODULES)
     if isinstance(node, ast.Name) and node.id in FORBIDDEN_BUILTINS:
         yield node.id
-    if isinstance(node, ast.Attribute) or (isinstance(node, ast.Name) and node.id in names):
-        name = dotted_name(node, names) or ""
-        if name in FORBIDDEN_CALLS or name.startswith(FORBIDDEN_FAMILIES):
-            yield name
+    mentioned = []
+    if isinstance(node, ast.Attribute):
+        mentioned = [dotted_name(node, names) or ""]
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        mentioned = [f"{node.module}.{alias.name}" for alias in node.names]
+    yield from (name for name in mentioned if name in FORBIDDEN_CALLS or name.startswith(FORBIDDEN_FAMILIES))
 
 
 def _decorator_calls(module: ast.Module) -> set[ast.Call]:

@@ -23,41 +23,56 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
 ]
 
-# What transformers models hand from their own keyword arguments to these functions without meaning for them.
+_BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
+
+# Keywords of a model's forward that transformers hands on to these functions, without meaning for them; requests for
+# outputs, output_* and return_*, are recognised by their names.
 _PASSED_ALONG = frozenset(
     {
         "cu_seq_lens_k",
+        "debug_io",
+        "debug_io_dir",
         "is_causal",
+        "logits_to_keep",
         "max_length_k",
         "max_length_q",
         "num_items_in_batch",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
         "position_ids",
-        "return_dict",
+        "prune_layers",
         "use_cache",
     }
 )
 
 
-def _refuse_unknown(name, extras, understood):
-    """Raise for a keyword that might change the result and that we would drop."""
+def _refuse_unknown(name, extras):
+    """Raise for a keyword that might change the result and that we would drop, such as a cache under a new name."""
     for key, value in extras.items():
-        if value is not None and key not in understood and key not in _PASSED_ALONG:
-            raise TypeError(
-                f"{key} is not known to {name} of qwen/flashqla; it would be ignored: "
-                "call flashqla_hub.unregister() to use the model's own forward, and report the model."
-            )
+        if value is None or key in _BOUNDARIES or key in _PASSED_ALONG or key.startswith(("output_", "return_")):
+            continue
+        raise TypeError(
+            f"{key} is not known to {name} of qwen/flashqla, which would ignore it; leave it out, "
+            "or call flashqla_hub.unregister() to use the model's own forward."
+        )
 
 
 def _restart_where_sequence_changes(g, seq_idx, cu_seqlens):
     """Without bounds, `seq_idx` restarts the state by a log decay of -inf on the first token of each sequence."""
     if seq_idx is None or cu_seqlens is not None:
         return g
+    if seq_idx.shape != g.shape[:2]:
+        raise ValueError(
+            f"seq_idx has shape {list(seq_idx.shape)}; it must be [batch, tokens] = {list(g.shape[:2])} of this call: "
+            "pass the part that belongs to its tokens."
+        )
     starts = torch.zeros_like(seq_idx, dtype=torch.bool)
     starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return g.masked_fill(starts.unsqueeze(-1), float("-inf"))
+
+
+def _with_cached_tokens(seq_idx, num_tokens):
+    """seq_idx [B, num_tokens] of a row that a cache has extended to the left: its tokens belong to the first sequence."""
+    earlier = num_tokens - seq_idx.shape[1]
+    return torch.cat([seq_idx[:, :1].expand(-1, earlier), seq_idx], dim=1) if earlier > 0 else seq_idx
 
 
 def _bounds(kwargs):
@@ -82,7 +97,7 @@ class chunk_gated_delta_rule(nn.Module):
         use_qk_l2norm_in_kernel=False,
         **kwargs,
     ):
-        _refuse_unknown("chunk_gated_delta_rule", kwargs, ("cu_seqlens", "cu_seq_lens_q", "seq_idx"))
+        _refuse_unknown("chunk_gated_delta_rule", kwargs)
         cu_seqlens = _bounds(kwargs)
         return _chunk_gated_delta_rule(
             query,
@@ -114,7 +129,7 @@ class fused_recurrent_gated_delta_rule(nn.Module):
         use_qk_l2norm_in_kernel=False,
         **kwargs,
     ):
-        _refuse_unknown("fused_recurrent_gated_delta_rule", kwargs, ("cu_seqlens", "cu_seq_lens_q", "seq_idx"))
+        _refuse_unknown("fused_recurrent_gated_delta_rule", kwargs)
         cu_seqlens = _bounds(kwargs)
         return _fused_recurrent_gated_delta_rule(
             query,
@@ -136,15 +151,12 @@ class causal_conv1d_fn(nn.Module):
     def forward(self, hidden_states, weight, bias=None, activation=None, **kwargs):
         if activation not in _CONV_ACTIVATIONS:
             return type(self).forward(self, hidden_states, weight, bias, activation, **kwargs)
-        _refuse_unknown("causal_conv1d_fn", kwargs, ("cu_seqlens", "cu_seq_lens_q", "seq_idx"))
-        seq_idx = kwargs.get("seq_idx")
+        _refuse_unknown("causal_conv1d_fn", kwargs)
+        seq_idx, cu_seqlens = kwargs.get("seq_idx"), _bounds(kwargs)
+        if seq_idx is not None:
+            seq_idx, cu_seqlens = _with_cached_tokens(seq_idx, hidden_states.shape[-1]), None
         return _causal_conv1d_fn(
-            hidden_states,
-            weight,
-            bias,
-            seq_idx=seq_idx,
-            activation=activation,
-            cu_seqlens=_bounds(kwargs) if seq_idx is None else None,
+            hidden_states, weight, bias, seq_idx=seq_idx, activation=activation, cu_seqlens=cu_seqlens
         )
 
 

@@ -32,12 +32,12 @@ def causal_conv1d_fn(
         bias: [D], or None.
         seq_idx: [B, T] integers, the sequence of each token; history restarts where it changes, and tokens with a
             negative index give 0.
-        initial_states: [B, D, W - 1], the tokens before the first; zeros by default.
+        initial_states: [B, D, W - 1], the tokens before the first; zeros by default. Of a longer one the end counts.
         return_final_states: also return the last W - 1 tokens [B, D, W - 1].
-        final_states_out: write them here, [B, D, W - 1].
+        final_states_out: write them here, exactly [B, D, W - 1], any floating dtype.
         activation: None, "silu" or "swish" (the same).
         cu_seqlens: [N + 1] int32 or int64, sequences packed in the one row of the batch, in place of `seq_idx`; tokens
-            behind the last bound give 0.
+            behind the last bound give 0. Values are checked as in `chunk_gated_delta_rule`, but not under torch.compile.
 
     Returns:
         y [B, D, T] in x's dtype; with `return_final_states` also the final states.
@@ -52,6 +52,8 @@ def causal_conv1d_fn(
         sequence = seq_idx if cu_seqlens is None else torch_path.sequence_of_tokens(cu_seqlens, x.shape[2])
         return torch_path.convolve_packed(x, weight, bias, activation, sequence)
     history = weight.shape[1] - 1
+    if final_states_out is not None:
+        validation.check_state("final_states_out", final_states_out, x, history, exactly=True)
     if initial_states is None:
         extended = F.pad(x, (history, 0))
     else:
@@ -62,7 +64,6 @@ def causal_conv1d_fn(
         return out
     final = extended[..., extended.shape[2] - history :]
     if final_states_out is not None:
-        validation.check_state("final_states_out", final_states_out, x, history)
         final = final_states_out.copy_(final)
     return out, final
 
@@ -87,6 +88,7 @@ def causal_conv1d_update(
     Raises:
         ValueError, TypeError: one sentence naming the argument, the rule, the value and the way out.
     """
+    validation.check_floating("x", x)
     tokens = x.unsqueeze(-1) if x.dim() == 2 else x
     validation.check_convolution(tokens, weight, bias, activation)
     validation.check_state("conv_state", conv_state, tokens, weight.shape[1] - 1)

@@ -2,7 +2,7 @@
 
     y[t] = act(bias + sum_j weight[W - 1 - j] x[t - j]),  over the j for which token t - j belongs to the same sequence
 
-Computed in float32 for 16-bit inputs and rounded once.
+Computed in float32 for 16-bit inputs, also under autocast, and rounded once.
 """
 
 from typing import Optional
@@ -14,19 +14,23 @@ from torch import Tensor
 
 def convolve(x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: Optional[str], num_tokens: int) -> Tensor:
     """The last `num_tokens` outputs for x [B, D, W - 1 + tokens], which begins with its history."""
+    if 0 in (x.shape[0], x.shape[1], num_tokens):
+        return x[..., :num_tokens]
     dtype = _compute_dtype(x, weight)
     bias = None if bias is None else bias.to(dtype)
-    out = F.conv1d(x.to(dtype), weight.to(dtype).unsqueeze(1), bias, groups=x.shape[1])
+    with torch.autocast(x.device.type, enabled=False):
+        out = F.conv1d(x.to(dtype), weight.to(dtype).unsqueeze(1), bias, groups=x.shape[1])
     return _activate(out[..., out.shape[-1] - num_tokens :], activation).to(x.dtype)
 
 
 def convolve_packed(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: Optional[str], sequence: Tensor
 ) -> Tensor:
-    """The convolution of a row whose tokens belong to sequences [B, T] int64; tokens of sequence < 0 give 0."""
+    """The convolution of rows whose tokens belong to sequences [B, T]; tokens of sequence < 0 are not read and give 0."""
     dtype = _compute_dtype(x, weight)
     width = weight.shape[1]
-    values, weight = x.to(dtype), weight.to(dtype)
+    belongs = (sequence >= 0).unsqueeze(1)
+    values, weight = torch.where(belongs, x.to(dtype), 0), weight.to(dtype)
     out = values * weight[:, -1:]
     for back in range(1, min(width, x.shape[-1])):
         same = (sequence[:, back:] == sequence[:, :-back]).unsqueeze(1)
@@ -34,8 +38,7 @@ def convolve_packed(
         out = out + F.pad(earlier, (back, 0))
     if bias is not None:
         out = out + bias.to(dtype)[:, None]
-    out = torch.where((sequence >= 0).unsqueeze(1), _activate(out, activation), 0)
-    return out.to(x.dtype)
+    return torch.where(belongs, _activate(out, activation), 0).to(x.dtype)
 
 
 def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:

@@ -106,7 +106,15 @@ def chunk_gated_delta_rule(
         and backward only the inputs and a few states are kept. Second derivatives are not available.
     """
     _refuse_unsupported(cp_context=cp_context, **unknown)
-    validation.check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_size, state_v_first)
+    validation.check_flags(
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        use_gate_in_kernel=use_gate_in_kernel,
+    )
+    validation.check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first)
     validation.check_gate_options(use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, v)
     if use_gate_in_kernel:
         g = gates.log_decay(g, A_log, dt_bias)
@@ -157,9 +165,9 @@ def fused_recurrent_gated_delta_rule(
         ValueError, TypeError: as `chunk_gated_delta_rule`.
     """
     _refuse_unsupported(gk=gk, gv=gv, **unknown)
-    if (g is None and use_gate_in_kernel) or (beta is None and use_beta_sigmoid_in_kernel):
-        name, option = ("g", "use_gate_in_kernel") if g is None else ("beta", "use_beta_sigmoid_in_kernel")
-        raise ValueError(f"{name} is None with {option}=True; pass the raw values to activate.")
+    if g is None or beta is None:
+        validation.check_values(v)
+    validation.check_raw_gates(g, use_gate_in_kernel, beta, use_beta_sigmoid_in_kernel)
     if g is None:
         g = v.new_zeros(v.shape[:3])
     if beta is None:
@@ -205,7 +213,12 @@ def chunk_gated_delta_rule_fwd(
     Returns:
         `ForwardResult(o, final_state, residuals)`; hand `residuals` to `chunk_gated_delta_rule_bwd`.
     """
-    validation.check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_size, state_v_first)
+    validation.check_flags(
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        state_v_first=state_v_first,
+    )
+    validation.check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first)
     if state_v_first and initial_state is not None:
         initial_state = initial_state.mT
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -243,8 +256,12 @@ def chunk_gated_delta_rule_bwd(
     Returns:
         `BackwardResult(dq, dk, dv, dg, dbeta, dh0)`, each in the dtype and layout of its input.
     """
-    validation.check_inputs(q, k, v, g, beta, initial_state, cu_seqlens, chunk_size, state_v_first)
-    validation.check_gradients(q, v, do, dht, cu_seqlens, state_v_first)
+    validation.check_flags(
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        state_v_first=state_v_first,
+    )
+    validation.check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first)
+    validation.check_gradients(q, v, residuals, do, dht, cu_seqlens, state_v_first)
     state, dht = (x.mT if state_v_first and x is not None else x for x in (initial_state, dht))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     with torch.no_grad():

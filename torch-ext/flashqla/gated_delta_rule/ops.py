@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix, ops
+from ..checks import check_cu_seqlens_values
 from . import capability, torch_path, validation
 
 FORWARD = "gated_delta_rule_fwd"
@@ -54,6 +55,7 @@ def gated_delta_rule_bwd(
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, beta in their dtypes and of the initial state in the dtype of the final state."""
     _before_torch_path(q, k, v, g, beta, cu_seqlens)
+    validation.check_residuals(residuals, torch_path.residual_shape(q, v, cu_seqlens, chunk_size))
     with torch.autocast(q.device.type, enabled=False):
         return torch_path.backward(
             q, k, v, g, beta, initial_state, cu_seqlens, residuals, do, dht, scale, use_qk_l2norm, chunk_size
@@ -62,7 +64,7 @@ def gated_delta_rule_bwd(
 
 def _before_torch_path(q, k, v, g, beta, cu_seqlens) -> None:
     if cu_seqlens is not None:
-        validation.check_cu_seqlens_values(cu_seqlens, q.shape[1])
+        check_cu_seqlens_values(cu_seqlens, q.shape[1])
     if q.is_cuda:
         capability.notice_torch_path("chunk_gated_delta_rule", capability.explain_unsupported(q, k, v, g, beta))
 

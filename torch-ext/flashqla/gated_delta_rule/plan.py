@@ -21,11 +21,11 @@ def num_chunks(num_tokens: int, num_sequences: Optional[int], length: int) -> in
     """Chunks of a dense row (`num_sequences` None), or an upper bound for a packed row that needs no look at the lengths.
 
     A sequence of n > 0 tokens has floor((n - 1) / length) + 1 chunks, and the floors of the parts sum to no more than the
-    floor of the whole: at most tokens // length + sequences.
+    floor of the whole: at most tokens // length + sequences. An empty row has none, so that no chunk has to read it.
     """
     if num_sequences is None:
         return (num_tokens + length - 1) // length
-    return num_tokens // length + num_sequences
+    return num_tokens // length + num_sequences if num_tokens else 0
 
 
 def slab_chunks(num_lane_heads: int) -> int:

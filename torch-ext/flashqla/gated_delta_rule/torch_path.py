@@ -127,7 +127,11 @@ def residual_shape(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], chunk_siz
 
 
 def _slabs(chunks: Chunks, value_heads: int) -> List[Tuple[int, int]]:
-    step = plan.slab_chunks(chunks.lanes * value_heads)
+    """Ranges of chunks to work on at a time; none without a batch row or value head."""
+    lane_heads = chunks.lanes * value_heads
+    if lane_heads == 0:
+        return []
+    step = plan.slab_chunks(lane_heads)
     return [(start, min(start + step, chunks.count)) for start in range(0, chunks.count, step)]
 
 

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import check_device, check_floating
+
 __all__ = ["rms_norm_gated"]
 
 ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
@@ -35,10 +37,18 @@ def rms_norm_gated(
         y [..., D] in x's dtype.
 
     Raises:
-        ValueError: one sentence naming the argument, the rule, the value and the way out.
+        ValueError, TypeError: one sentence naming the argument, the rule, the value and the way out.
     """
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}.")
+        raise ValueError(
+            f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}: apply others to the gate yourself."
+        )
+    for name, tensor in (("x", x), ("g", g), ("weight", weight), ("bias", bias)):
+        if tensor is not None or name != "bias":
+            check_floating(name, tensor)
+            check_device(name, tensor, "x", x)
+    if x.dim() == 0:
+        raise ValueError("x has shape []; it must be [..., D]: unsqueeze it.")
     if g.shape != x.shape:
         raise ValueError(
             f"g has shape {list(g.shape)} and x {list(x.shape)}; the gate must match the values: reshape it."
@@ -46,7 +56,8 @@ def rms_norm_gated(
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and tuple(parameter.shape) != tuple(x.shape[-1:]):
             raise ValueError(
-                f"{name} has shape {list(parameter.shape)}; it must be [{x.shape[-1]}], the last dimension of x."
+                f"{name} has shape {list(parameter.shape)}; it must be [{x.shape[-1]}], the last dimension of x: "
+                "reshape x so that the normalised values come last."
             )
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     values = x.to(dtype)

@@ -1,0 +1,65 @@
+# make demo   fine-tune a small Qwen3.5 on the kernel and generate from it
+# make test   every test that this machine can run
+#
+# Both set up a virtual environment first. VENV=<folder> puts it elsewhere; VENV= (empty) uses the present Python as it
+# is and installs nothing, so that both work without a network.
+
+PYTHON3 ?= python3
+VENV ?= .venv
+FLOOR_VENV ?= .venv-floor
+
+in_venv = $(if $(1),$(1)/bin/python,$(PYTHON3))
+stamp = $(if $(1),$(1)/.installed-$(shell cksum < requirements/$(2).txt | cut -d' ' -f1))
+
+PYTHON = $(call in_venv,$(VENV))
+FLOOR_PYTHON = $(call in_venv,$(FLOOR_VENV))
+MAIN_STAMP = $(call stamp,$(VENV),main)
+FLOOR_STAMP = $(call stamp,$(FLOOR_VENV),floor)
+PYTEST_ARGS ?=
+
+.PHONY: help demo test test-floor check build lint format
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
+
+demo: $(MAIN_STAMP)
+	$(PYTHON) -m flashqla_hub demo $(ARGS)
+
+test: $(MAIN_STAMP)
+	$(PYTHON) -m pytest $(PYTEST_ARGS)
+
+# The tests of what depends on the versions of transformers and kernels, on the oldest supported pair.
+test-floor: $(FLOOR_STAMP)
+	$(FLOOR_PYTHON) -m pytest tests/transformers tests/trainer tests/hub $(PYTEST_ARGS)
+
+build: $(MAIN_STAMP)
+	$(PYTHON) -m flashqla_hub build
+
+check: $(MAIN_STAMP)
+	$(PYTHON) -m flashqla_hub check
+
+lint: $(MAIN_STAMP)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+format: $(MAIN_STAMP)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+define install
+	$(PYTHON3) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed; set PYTHON3=<path>.")'
+	$(PYTHON3) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/$(2).txt
+	rm -f $(1)/.installed-*
+	touch $@
+endef
+
+ifneq ($(VENV),)
+$(MAIN_STAMP): requirements/main.txt
+	$(call install,$(VENV),main)
+endif
+
+ifneq ($(FLOOR_VENV),)
+$(FLOOR_STAMP): requirements/floor.txt
+	$(call install,$(FLOOR_VENV),floor)
+endif

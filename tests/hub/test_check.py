@@ -1,0 +1,259 @@
+"""`check` accepts what the sources give, and each of its rules is seen to fail."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fresh_process import RunPython
+from source_tree import build, commit_all
+
+from flashqla_hub.package.check import CHECKS, load_problems, run_checks
+from flashqla_hub.package.errors import PackageError
+from flashqla_hub.package.subject import Subject, read_subject
+
+VARIANT = Path("build/torch-universal")
+MODULE = VARIANT / "layers.py"
+Breakage = Callable[[Path], None]
+
+
+def append(path: Path, text: str) -> Breakage:
+    def breakage(root: Path) -> None:
+        (root / path).write_text((root / path).read_text() + "\n" + text + "\n")
+
+    return breakage
+
+
+def replace(path: Path, old: str, new: str) -> Breakage:
+    def breakage(root: Path) -> None:
+        text = (root / path).read_text()
+        assert old in text
+        (root / path).write_text(text.replace(old, new))
+
+    return breakage
+
+
+def remove(path: Path) -> Breakage:
+    return lambda root: (root / path).unlink()
+
+
+def write(path: Path, text: str) -> Breakage:
+    def breakage(root: Path) -> None:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+
+    return breakage
+
+
+def change_metadata(**changes: object) -> Breakage:
+    def breakage(root: Path) -> None:
+        path = root / VARIANT / "metadata.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return breakage
+
+
+def problems_of(check: str, root: Path) -> list[str]:
+    return CHECKS[check](read_subject(root))
+
+
+REGISTRATION = "import torch\nfrom ._ops import add_op_namespace_prefix\n"
+BROKEN = [
+    ("layout", write(VARIANT / "../surprise.txt", ""), "surprise.txt is neither a build variant"),
+    ("layout", lambda root: shutil.rmtree(root / VARIANT), "torch-universal is missing"),
+    ("layout", remove(VARIANT / "__init__.py"), "has no __init__.py"),
+    ("layout", remove(VARIANT / "_ops.py"), "has no _ops.py"),
+    ("layout", write(VARIANT / "flashqla/__init__.py", ""), "repeats the kernel inside itself"),
+    ("layout", write(VARIANT / "flashqla.so", ""), "has the libraries"),
+    ("no bytecode", write(VARIANT / "__pycache__/layers.cpython-311.pyc", ""), "is compiled Python"),
+    ("metadata", write(VARIANT / "metadata.json", "{}"), "kernels cannot read"),
+    ("metadata", change_metadata(id="_flashqla_0123456789ab"), "is not the op namespace"),
+    ("metadata", change_metadata(id="flashqla"), "12 hexadecimal digits"),
+    ("metadata", change_metadata(version=2), "version 2 is not build.toml's 1"),
+    ("metadata", change_metadata(license="apache-2.0"), "license 'apache-2.0' is not"),
+    ("metadata", change_metadata(**{"python-depends": ["einops"]}), "python-depends is not empty"),
+    ("metadata", change_metadata(backend={"type": "cuda"}), "backend 'cuda' is not 'cpu'"),
+    ("digests", append(MODULE, "# changed"), "torch-universal differs from its digest"),
+    ("digests", change_metadata(digest=None), "has no digest"),
+    ("public names", append(VARIANT / "__init__.py", "__all__ += ['more']"), "assign __all__ once"),
+    ("public names", replace(VARIANT / "__init__.py", '"chunk_gated_delta_rule",', ""), "first in __all__"),
+    ("public names", write(MODULE, ""), "layers.py defines no class"),
+    ("imports", append(MODULE, "import einops"), "imports einops"),
+    ("imports", append(MODULE, "def f():\n    from tilelang import language"), "imports tilelang"),
+    ("imports", append(MODULE, "import flashqla"), "imports flashqla"),
+    ("imports", append(MODULE, "from .. import nothing"), "imports from outside the kernel"),
+    ("Python 3.9", append(MODULE, "def f(x):\n    match x:\n        case 1:\n            pass"), "is not Python 3.9"),
+    ("Python 3.9", append(MODULE, "def f(x: int | None): pass"), "annotation int | None is evaluated"),
+    ("Python 3.9", append(MODULE, "x: int | None = None"), "annotation int | None is evaluated"),
+    ("Python 3.9", append(MODULE, "Maybe = int | None"), "X | None as a value"),
+    ("Python 3.9", append(MODULE, "isinstance(1, int | str)"), "isinstance with X | Y"),
+    ("Python 3.9", append(MODULE, "from itertools import pairwise"), "itertools.pairwise"),
+    ("Python 3.9", append(MODULE, "import typing\nx: typing.Self"), "typing.Self"),
+    ("Python 3.9", append(MODULE, "list(zip([], [], strict=True))"), "zip(strict=...)"),
+    ("Python 3.9", append(MODULE, "import tomllib"), "module tomllib"),
+    ("Python 3.9", append(MODULE, "def f(x, i):\n    return x[*i]"), "a starred index"),
+    ("no network, process, eval, pickle", append(MODULE, "import socket"), "uses socket"),
+    ("no network, process, eval, pickle", append(MODULE, "from urllib import request"), "uses urllib"),
+    ("no network, process, eval, pickle", append(MODULE, "import subprocess as s"), "uses subprocess"),
+    ("no network, process, eval, pickle", append(MODULE, "import pickle"), "uses pickle"),
+    ("no network, process, eval, pickle", append(MODULE, "f = eval"), "uses eval"),
+    ("no network, process, eval, pickle", append(MODULE, "exec('1')"), "uses exec"),
+    ("no network, process, eval, pickle", append(MODULE, "import os\nos.system('ls')"), "uses os.system"),
+    ("no network, process, eval, pickle", append(MODULE, "from os import system"), "uses os.system"),
+    ("no network, process, eval, pickle", append(MODULE, "import torch\ntorch.load('x')"), "uses torch.load"),
+    ("no network, process, eval, pickle", append(MODULE, "import torch.hub as h\nh.load('x')"), "uses torch.hub.load"),
+    (
+        "no network, process, eval, pickle",
+        append(MODULE, "from importlib import import_module\nimport_module('x')"),
+        "uses importlib.import_module",
+    ),
+    (
+        "op namespace",
+        append(MODULE, "import torch\n@torch.library.custom_op('mine::f', mutates_args=())\ndef f(x): pass"),
+        "torch.library.custom_op with a name of its own",
+    ),
+    (
+        "op namespace",
+        append(MODULE, "from torch.library import define\ndefine('mine::f', '(Tensor x) -> Tensor')"),
+        "torch.library.define with a name of its own",
+    ),
+    (
+        "op namespace",
+        append(MODULE, REGISTRATION + "name = 'mine::f'\ntorch.library.register_fake(name)"),
+        "torch.library.register_fake with a name of its own",
+    ),
+    (
+        "op namespace",
+        append(
+            MODULE, REGISTRATION + "n = add_op_namespace_prefix('f')\n@torch.library.register_fake(n)\ndef f(x): pass"
+        ),
+        "torch.library.register_fake with a name of its own",
+    ),
+    ("card", remove(Path("build/CARD.md")), "CARD.md is missing"),
+    ("card", replace(Path("build/CARD.md"), "library_name: kernels", "library_name: torch"), "library_name: kernels"),
+    ("card", replace(Path("build/CARD.md"), "license: mit", "license: [mit"), "license: mit"),
+    ("card", replace(Path("build/CARD.md"), "`rms_norm_gated`", "rms"), "does not name rms_norm_gated"),
+    ("card", replace(Path("build/CARD.md"), "`RMSNormGated`", "norm"), "does not name RMSNormGated"),
+    ("card", append(Path("build/CARD.md"), "{{ repo_id }}"), "unfilled template"),
+    ("build/ equals the sources", append(MODULE, "# changed"), "torch-universal/layers.py"),
+    ("build/ equals the sources", write(VARIANT / "extra.py", ""), "torch-universal/extra.py"),
+    ("build/ equals the sources", append(Path("CARD.md"), "More."), "CARD.md"),
+    ("build/ equals the sources", remove(Path("torch-ext/flashqla/__init__.py")), "has no __init__.py"),
+    (
+        "loads with kernels",
+        append(VARIANT / "__init__.py", "import torch\ntorch.library.define('mine::f', '(Tensor x) -> Tensor')"),
+        "registers mine::f outside its namespace",
+    ),
+    ("loads with kernels", append(VARIANT / "__init__.py", "raise KeyError('broken')"), "KeyError: 'broken'"),
+    (
+        "loads with kernels",
+        append(MODULE, "import socket\nsocket.create_connection(('127.0.0.1', 9))"),
+        "loading the kernel connects to",
+    ),
+    ("loads with kernels", append(VARIANT / "__init__.py", "del rms_norm_gated"), "lists rms_norm_gated in __all__"),
+    ("loads with kernels", append(MODULE, "import os\nos._exit(3)"), "ended with code 3"),
+    ("loads with kernels", write(VARIANT / "__init__.py", "__all__ = []"), "registers no op when it is loaded"),
+]
+
+
+@pytest.mark.parametrize(("check", "breakage", "message"), BROKEN, ids=[f"{c}: {m}" for c, _, m in BROKEN])
+def test_broken_copy_is_found(built: Path, check: str, breakage: Breakage, message: str):
+    breakage(built)
+    found = problems_of(check, built)
+    assert any(message in problem for problem in found), found
+    assert not [problem for problem in found if "\n" in problem]
+
+
+def test_every_check_is_seen_to_fail():
+    assert {check for check, _, _ in BROKEN} == set(CHECKS)
+
+
+def test_fresh_build_passes_every_check(released: Path):
+    results = list(run_checks(read_subject(released)))
+    assert [result.name for result in results] == list(CHECKS)
+    assert [result for result in results if result.problems or result.skipped] == []
+
+
+def test_registrations_through_the_prefix_are_accepted(built: Path):
+    accepted = (
+        "@torch.library.custom_op(add_op_namespace_prefix('f'), mutates_args=())\ndef f(x): pass\n"
+        "torch.library.register_fake(f)\n"
+        "def g(name):\n    full = add_op_namespace_prefix(name)\n    torch.library.define(full, '() -> ()')\n"
+        "torch.library.Library(add_op_namespace_prefix('').split('::')[0], 'FRAGMENT')"
+    )
+    append(MODULE, REGISTRATION + accepted)(built)
+    assert problems_of("op namespace", built) == []
+
+
+def test_postponed_annotations_are_accepted_unless_an_op_evaluates_them(built: Path):
+    text = "from __future__ import annotations\nimport torch\ndef f(x: int | None): pass\n"
+    write(MODULE, text)(built)
+    assert problems_of("Python 3.9", built) == []
+    write(MODULE, text + "@torch.library.custom_op('a::b', mutates_args=())\ndef g(x: int | None): pass")(built)
+    assert "evaluated" in problems_of("Python 3.9", built)[0]
+
+
+def test_bytecode_that_git_ignores_is_accepted_in_a_source_tree(committed: Path):
+    write(VARIANT / "__pycache__/layers.cpython-311.pyc", "")(committed)
+    assert problems_of("no bytecode", committed) == []
+    (committed / ".gitignore").unlink()
+    assert "is compiled Python" in problems_of("no bytecode", committed)[0]
+
+
+def test_bytecode_that_python_left_in_the_hub_cache_is_accepted(released: Path, tmp_path: Path):
+    variant = tmp_path / VARIANT
+    variant.mkdir(parents=True)
+    (variant / "layers.py").symlink_to(released / VARIANT / "layers.py")
+    (variant / "__pycache__").mkdir()
+    (variant / "__pycache__/layers.cpython-311.pyc").write_bytes(b"")
+    assert problems_of("no bytecode", tmp_path) == []
+    (variant / "__pycache__/layers.cpython-312.pyc").symlink_to(released / VARIANT / "layers.py")
+    (variant / "__pycache__/gone.cpython-311.pyc").write_bytes(b"")
+    assert len(problems_of("no bytecode", tmp_path)) == 2
+
+
+def test_download_is_checked_without_its_sources(released: Path, tmp_path: Path):
+    shutil.copytree(released / "build/torch-universal", tmp_path / "snapshot/build/torch-universal")
+    results = {result.name: result for result in run_checks(read_subject(tmp_path / "snapshot"))}
+    assert [name for name, result in results.items() if result.problems] == []
+    assert {name for name, result in results.items() if result.skipped} == {"build/ equals the sources", "card"}
+
+
+def test_card_of_a_download_is_its_readme(released: Path, tmp_path: Path):
+    shutil.copytree(released / "build/torch-universal", tmp_path / "build/torch-universal")
+    (tmp_path / "README.md").write_text("no front matter")
+    assert any("library_name" in problem for problem in problems_of("card", tmp_path))
+
+
+def test_variant_for_another_machine_is_not_loaded(released: Path):
+    subject = read_subject(released)
+    foreign = Subject(subject.root, subject.project, {"torch-stable-abi29-cu126-aarch64-linux": {}})
+    assert load_problems(foreign) == []
+    assert {result.name: result.skipped for result in run_checks(foreign)}["loads with kernels"]
+
+
+def test_folder_without_build_is_refused(tmp_path: Path):
+    with pytest.raises(PackageError, match="holds no build/ directory"):
+        read_subject(tmp_path)
+
+
+def test_command_shows_a_table_and_fails_with_one_sentence_a_problem(committed: Path, run_python: RunPython):
+    done = run_python("-m", "flashqla_hub", "check", committed)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in CHECKS)
+    append(MODULE, "import einops")(committed)
+    broken = run_python("-m", "flashqla_hub", "check", committed)
+    assert broken.returncode == 1
+    sentences = [line for line in broken.stderr.splitlines() if line.startswith("- ")]
+    assert any("imports einops" in sentence for sentence in sentences)
+    assert broken.stderr.splitlines()[-1].startswith(f"error: {len(sentences)} problems in ")
+
+
+def test_build_command_makes_the_checks_pass(sources: Path, run_python: RunPython):
+    commit_all(sources)
+    done = run_python("-m", "flashqla_hub", "build", sources)
+    assert done.returncode == 0 and "torch-universal" in done.stdout, done.stderr
+    assert problems_of("build/ equals the sources", sources) == []
+    build(sources)
+    assert problems_of("build/ equals the sources", sources) == []
