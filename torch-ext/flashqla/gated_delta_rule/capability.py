@@ -1,7 +1,7 @@
 """Which inputs the SM90 kernels take, and a sentence for those they do not."""
 
 import warnings
-from functools import lru_cache
+from functools import cache
 from typing import Iterator, Optional
 
 import torch
@@ -39,7 +39,7 @@ def _reasons(q: Tensor, v: Tensor) -> Iterator[str]:
             yield f"{name} is {size}, and the SM90 kernels take head size {SM90_HEAD_DIM}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _capability(device_index: int) -> tuple:
     return torch.cuda.get_device_capability(device_index) if torch.cuda.is_available() else (0, 0)
 
