@@ -43,7 +43,7 @@ def compile_command(
             return
         product = compile_product(out, namespace or default_namespace(), SPECS, cache_folder, _progress(console))
     except (CompileError, FileExistsError) as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     console.print(_kernel_table(product.kernels))
     _print_libraries(console, product)

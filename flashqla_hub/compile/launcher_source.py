@@ -111,7 +111,7 @@ def _symbol(symbol: Symbol) -> str:
     value = f"{symbol.tensor}.{symbol.kind}[{symbol.axis}]" + (f" - {symbol.offset}" if symbol.offset else "")
     if symbol.dtype == "int32":
         value = f'require_int32({value}, NAME, "{symbol.tensor}.{symbol.kind}[{symbol.axis}]")'
-    return f"const int64_t {symbol.name} = {value};"
+    return f"[[maybe_unused]] const int64_t {symbol.name} = {value};"
 
 
 def _layout_checks(tensor: Tensor, symbols: Sequence[Symbol]) -> list[str]:

@@ -68,13 +68,23 @@ def run_for_states(call: Call):
     return len(launches()), o.abs().sum().item(), final.unique().tolist()
 
 
-PACKED = Call(offsets=(0, 100, 100, 300), initial="bfloat16", use_l2norm=True, state_v_first=True)
+PACKED = Call(offsets=(0, 100, 100, 300), initial="float32", use_l2norm=True, state_v_first=True)
 SLOTS = 300 // 64 + 3
 
 
 def tile_map(address, dims, strides, box, dtype=BFLOAT16, swizzle=SWIZZLE_128B):
     ones = (1,) * len(dims)
     return TensorMap(address, dtype, dims, strides, box, ones, swizzle, 0, L2_PROMOTION_128B, 0)
+
+
+# Sizes that the compiler leaves out of a kernel's arguments when no address depends on them.
+DROPPABLE = {"chunk_slots", "cu_size", "item_count", "matrices", "row_words", "tokens"}
+
+
+def assert_arguments(launch, expected):
+    """Each argument that the kernel takes has its expected value, and none but droppable sizes is missing."""
+    assert launch.arguments == {name: expected[name] for name in launch.arguments}
+    assert expected.keys() - launch.arguments.keys() <= DROPPABLE
 
 
 def test_three_kernels_in_order(product_process):
@@ -96,9 +106,9 @@ def test_results_have_the_documented_shapes(product_process):
 
 def test_plan_reads_int64_offsets_as_words(product_process):
     [plan, *_], addresses, _ = product_process.run(run, PACKED)
-    assert plan.arguments | {"chunks": 0, "items": 0} == {
-        "chunks": 0,
-        "items": 0,
+    expected = {
+        "chunks": plan.arguments["chunks"],
+        "items": plan.arguments["items"],
         "cu_words": addresses["offsets"],
         "o_words": addresses["o"],
         "chunk_slots": SLOTS,
@@ -110,16 +120,18 @@ def test_plan_reads_int64_offsets_as_words(product_process):
         "tokens": 300,
         "words_per_entry": 2,
     }
+    assert_arguments(plan, expected)
+    assert 0 not in (expected["chunks"], expected["items"])
 
 
 def test_plan_reads_int32_offsets_as_they_are(product_process):
     [plan, *_], _, _ = product_process.run(run, replace(PACKED, offset_dtype="int32"))
-    assert (plan.arguments["words_per_entry"], plan.arguments["cu_size"]) == (1, 4)
+    assert plan.arguments["words_per_entry"] == 1
 
 
 def test_plan_of_a_dense_batch_needs_no_offsets(product_process):
     [plan, *_], _, described = product_process.run(run, Call(batch=5, tokens=70))
-    assert (plan.arguments["dense_length"], plan.arguments["sequences"], plan.arguments["tokens"]) == (70, 5, 350)
+    assert (plan.arguments["dense_length"], plan.arguments["sequences"]) == (70, 5)
     assert plan.arguments["cu_words"] == plan.arguments["items"], "any valid address"
     assert plan.arguments["chunk_slots"] == 350 // 64 + 5
     assert described[0] == ((5, 70, HV, 128), "torch.bfloat16")
@@ -127,11 +139,10 @@ def test_plan_of_a_dense_batch_needs_no_offsets(product_process):
 
 def test_factor_gets_keys_and_gates(product_process):
     [plan, factor, _], addresses, _ = product_process.run(run, PACKED)
-    arguments = dict(factor.arguments)
-    assert arguments.pop("k_desc") == tile_map(addresses["k"], (128, 300, H), (2 * H * 256, 256), (64, 64, 1))
-    assert arguments | {"decay": 0, "key_norm": 0} == {
-        "decay": 0,
-        "key_norm": 0,
+    expected = {
+        "k_desc": tile_map(addresses["k"], (128, 300, H), (2 * H * 256, 256), (64, 64, 1)),
+        "decay": factor.arguments["decay"],
+        "key_norm": factor.arguments["key_norm"],
         "g": addresses["g"],
         "beta": addresses["beta"],
         "chunks": plan.arguments["chunks"],
@@ -142,15 +153,15 @@ def test_factor_gets_keys_and_gates(product_process):
         "tokens": 300,
         "use_l2norm": 1,
     }
+    assert_arguments(factor, expected)
+    assert 0 not in (expected["decay"], expected["key_norm"])
 
 
 def test_recurrence_gets_everything(product_process):
     [plan, factor, recurrence], addresses, _ = product_process.run(run, PACKED)
     decay, key_norm = factor.arguments["decay"], factor.arguments["key_norm"]
     row, projection_row = 256, 2 * H * 256  # bytes of a head and of a token in q and k's projection
-    arguments = dict(recurrence.arguments)
-    assert arguments.pop("initial_f32") == addresses["initial"], "any valid address"
-    assert arguments == {
+    expected = {
         "q_desc": tile_map(addresses["q"], (128, 300, H), (projection_row, row), (64, 64, 1)),
         "k_desc": tile_map(addresses["k"], (128, 300, H), (projection_row, row), (64, 64, 1)),
         "v_desc": tile_map(addresses["v"], (128, 300, HV), (HV * row, row), (64, 64, 1)),
@@ -158,31 +169,44 @@ def test_recurrence_gets_everything(product_process):
         "operand_desc": tile_map(addresses["A"], (64, 64, HV, SLOTS), (128, 8192, HV * 8192), (64, 64, 1, 1)),
         "decay_desc": tile_map(decay, (64, HV, SLOTS), (256, HV * 256), (64, 1, 1), FLOAT32, SWIZZLE_NONE),
         "key_norm_desc": tile_map(key_norm, (64, H, SLOTS), (256, H * 256), (64, 1, 1), FLOAT32, SWIZZLE_NONE),
-        "initial_bf16": addresses["initial"],
+        "initial": addresses["initial"],
         "items": plan.arguments["items"],
         "o": addresses["o"],
         "final": addresses["final"],
-        "initial_kind": 2,
+        "has_initial": 1,
         "item_count": 3 * HV,
         "key_heads": H,
         "value_heads": HV,
         "scale": 0.25,
-        "sequences": 3,
+        "matrices": 3 * HV,
         "state_v_first": 1,
         "tokens": 300,
         "use_l2norm": 1,
         "write_final": 1,
     }
+    assert_arguments(recurrence, expected)
 
 
-@pytest.mark.parametrize(("initial", "kind"), [(None, 0), ("float32", 1), ("bfloat16", 2), ("float16", 1)])
-def test_initial_states_of_every_dtype(product_process, initial, kind):
+@pytest.mark.parametrize("initial", ["bfloat16", "float16"])
+def test_initial_states_of_another_dtype_are_copied_to_float32(product_process, initial):
     [*_, recurrence], addresses, _ = product_process.run(run, replace(PACKED, initial=initial))
-    assert recurrence.arguments["initial_kind"] == kind
-    if initial in ("float32", "bfloat16"):
-        assert recurrence.arguments["initial_f32" if kind == 1 else "initial_bf16"] == addresses["initial"]
-    elif initial == "float16":
-        assert recurrence.arguments["initial_f32"] != addresses["initial"], "a float32 copy"
+    assert recurrence.arguments["has_initial"] == 1
+    assert recurrence.arguments["initial"] not in (0, addresses["initial"])
+
+
+def test_flags_do_not_stand_for_each_other(product_process):
+    flags = ("use_l2norm", "has_initial", "write_final", "state_v_first")
+    calls = {
+        (0, 0, 0, 0): Call(offsets=PACKED.offsets, output_final_state=False),
+        (1, 0, 0, 0): Call(offsets=PACKED.offsets, output_final_state=False, use_l2norm=True),
+        (0, 1, 0, 0): Call(offsets=PACKED.offsets, output_final_state=False, initial="float32"),
+        (0, 0, 1, 0): Call(offsets=PACKED.offsets),
+        (0, 0, 0, 1): Call(offsets=PACKED.offsets, output_final_state=False, state_v_first=True),
+    }
+    for expected, call in calls.items():
+        [*_, recurrence], _, _ = product_process.run(run, call)
+        assert tuple(recurrence.arguments[flag] for flag in flags) == expected
+        assert recurrence.arguments["initial"] != 0 and recurrence.arguments["final"] != 0
 
 
 def test_float16_has_kernels_of_its_own(product_process):

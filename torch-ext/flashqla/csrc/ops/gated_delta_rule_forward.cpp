@@ -14,8 +14,6 @@ constexpr int64_t ITEM_WORDS = 8, CHUNK_WORDS = 4;  // int32 words of a row of `
 constexpr int32_t NO_DENSE_LENGTH = -1;
 constexpr int64_t ROW_ALIGNMENT = 8;  // elements of 16 bits that make TMA's 16 bytes
 
-enum InitialKind : int32_t { ZEROS = 0, FLOAT32 = 1, BFLOAT16 = 2 };
-
 struct Sizes {
   int64_t tokens;     // T, over the whole batch
   int64_t heads;      // H
@@ -240,28 +238,23 @@ class Forward {
   }
 
   void launch_recurrence_kernel(const TensorView& items, const TensorView& decay, const TensorView& key_norm) {
-    const int32_t device = scope_.index();
-    const int64_t state_sizes[] = {sizes_.sequences, sizes_.v_heads, HEAD_DIM, HEAD_DIM};
-    const TensorView& initial = arguments_.initial_state.view();
-    InitialKind kind = ZEROS;
+    const bool has_initial = arguments_.initial_state.has_value();
     NewTensor initial_copy;
-    void* initial_data = decay.data;  // any valid address while nothing is read
-    if (arguments_.initial_state.has_value()) {
-      const bool is_bfloat16_state = initial.dtype == aoti_torch_dtype_bfloat16() && is_contiguous(initial);
-      kind = is_bfloat16_state ? BFLOAT16 : FLOAT32;
-      initial_data = is_bfloat16_state ? initial.data : as_float32(arguments_.initial_state, initial_copy).data;
-    }
-    void* final_data = arguments_.output_final_state ? final_state_.view().data : decay.data;
-    const auto state = [&](const char* name, void* data, int32_t dtype) {
-      return contiguous_view(name, data, dtype, device, state_sizes);
-    };
+    void* const unused = decay.data;  // any valid address: the kernel neither reads nor writes it
+    void* const initial_data = has_initial ? as_float32(arguments_.initial_state, initial_copy).data : unused;
+    void* const final_data = arguments_.output_final_state ? final_state_.view().data : unused;
     const auto launch = is_bfloat16() ? launch_recurrence_bf16 : launch_recurrence_fp16;
     launch(scope_, as_tokens(arguments_.q.view(), sizes_.tokens), as_tokens(arguments_.k.view(), sizes_.tokens),
            as_tokens(arguments_.v.view(), sizes_.tokens), operand_.view(), decay, key_norm, items,
-           state("initial_state", initial_data, aoti_torch_dtype_float32()),
-           state("initial_state", initial_data, aoti_torch_dtype_bfloat16()), as_tokens(o_.view(), sizes_.tokens),
-           state("final_state", final_data, aoti_torch_dtype_float32()), static_cast<float>(arguments_.scale),
-           arguments_.use_l2norm, kind, arguments_.state_v_first, arguments_.output_final_state);
+           as_states("initial_state", initial_data), as_tokens(o_.view(), sizes_.tokens),
+           as_states("final_state", final_data), static_cast<float>(arguments_.scale), arguments_.use_l2norm,
+           has_initial, arguments_.output_final_state, arguments_.state_v_first);
+  }
+
+  // N * HV matrices of K * V numbers in one row each, in either layout.
+  TensorView as_states(const char* name, void* data) const {
+    return contiguous_view(name, data, aoti_torch_dtype_float32(), scope_.index(),
+                           {sizes_.sequences * sizes_.v_heads, HEAD_DIM * HEAD_DIM});
   }
 
   // [B, T, HV] -> [B * T, HV], contiguous.
