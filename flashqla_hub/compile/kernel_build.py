@@ -72,15 +72,17 @@ def lower_kernel(spec: KernelSpec, tools: Tools, cache: Cache) -> LoweredKernel:
     Raises:
         LoweringError: the launchers cannot express its host side.
     """
-    from .lowering import digest_of, lower  # imports tilelang, which takes seconds
+    from .canonical import digest_of, name_buffers  # these two import tilelang, which takes seconds
+    from .lowering import lower
 
     prim_func = spec.build()
+    name_buffers(prim_func)
     ingredients = {
         "prim_func": digest_of(prim_func),
         "name": spec.name,
         "pass_configs": dict(spec.pass_configs),
         "tools": tools.versions,
-        "our_code": _digest_of_modules("lowering", "expressions", "launch_plan"),
+        "our_code": _digest_of_modules("canonical", "lowering", "expressions", "launch_plan"),
     }
 
     def make() -> bytes:

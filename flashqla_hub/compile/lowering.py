@@ -7,8 +7,6 @@ The plan is read from the lowered host program (TIR), never from source text:
   shapes and strides   the prim_func's buffer map
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,25 +37,21 @@ class Lowered:
     plan: LaunchPlan
 
 
-def digest_of(prim_func: tirx.PrimFunc) -> str:
-    """sha256 over the function's full structure; where its source stands (file, line) does not count."""
-    graph = json.loads(tvm.ir.save_json(prim_func))
-    for node in graph["nodes"]:
-        if node["type"] in ("ir.SourceName", "ir.Span"):
-            node["data"] = None
-    return hashlib.sha256(json.dumps(graph, sort_keys=True).encode()).hexdigest()
-
-
 def lower(name: str, prim_func: tirx.PrimFunc, pass_configs: Mapping[str, Any]) -> Lowered:
-    """Lowers one prim_func for SM90 under the given name, which the kernel's symbol in the cubin carries too.
+    """Lowers one prim_func with named buffers for SM90 under the given name, which the kernel's symbol in the cubin carries too.
 
     Raises:
-        LoweringError: more than one kernel, an unsupported dtype, host expression, tensor map or launch tag.
+        LoweringError: TileLang cannot lower it, or more than one kernel, an unsupported dtype, host expression, tensor
+            map or launch tag came out.
     """
     prim_func = prim_func.with_attr("global_symbol", name)
     target = Target(TARGET)
-    with tvm.transform.PassContext(opt_level=3, config=dict(pass_configs)), target:
-        artifact = tilelang.lower(prim_func, target=target)
+    try:
+        with tvm.transform.PassContext(opt_level=3, config=dict(pass_configs)), target:
+            artifact = tilelang.lower(prim_func, target=target)
+    except Exception as error:  # TVM raises whatever type its C++ side names
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise LoweringError(f"TileLang cannot lower {name}: {type(error).__name__}: {reason}") from error
     return Lowered(artifact.kernel_source, _read_plan(name, prim_func, artifact))
 
 
