@@ -1,12 +1,11 @@
-"""`python -m flashqla_hub compile`: the specs' kernels as libraries, with a table of what came out."""
+"""`python -m flashqla_hub compile`: the specs' kernels as libraries, with a line on what came out of each."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from .cache import Cache, default_folder
 from .errors import CompileError
@@ -38,14 +37,12 @@ def compile_command(
         from flashqla_hub.kernels.spec import SPECS
 
         if kernel:
-            kernels = compile_kernels(_choose(SPECS, kernel), tools, Cache(cache_folder), _progress(console))
-            console.print(_kernel_table(kernels))
+            compile_kernels(_choose(SPECS, kernel), tools, Cache(cache_folder), _report_to(console))
             return
-        product = compile_product(out, namespace or default_namespace(), SPECS, cache_folder, _progress(console))
+        product = compile_product(out, namespace or default_namespace(), SPECS, cache_folder, _report_to(console))
     except (CompileError, FileExistsError) as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
-    console.print(_kernel_table(product.kernels))
     _print_libraries(console, product)
 
 
@@ -57,22 +54,15 @@ def _choose(specs: Sequence[KernelSpec], names: Sequence[str]) -> list[KernelSpe
     return [spec for spec in specs if spec.name in names]
 
 
-def _progress(console: Console) -> Callable[[CompiledKernel], None]:
+def _report_to(console: Console) -> Callable[[CompiledKernel], None]:
     def report(kernel: CompiledKernel) -> None:
-        console.print(f"compiled {kernel.plan.name}", highlight=False)
+        resources = kernel.resources
+        shared = resources.static_shared_memory + kernel.plan.dynamic_shared_memory
+        counts = ", ".join(f"{kernel.opcodes.get(opcode, 0)} {opcode}" for opcode in SHOWN_OPCODES)
+        sizes = f"{resources.registers} registers, {shared} B shared memory, cubin {len(kernel.cubin)} B"
+        console.print(f"{kernel.plan.name}: {sizes}, {counts}", highlight=False, soft_wrap=True)
 
     return report
-
-
-def _kernel_table(kernels: Iterable[CompiledKernel]) -> Table:
-    table = Table("kernel", "registers", "shared memory", "cubin", *SHOWN_OPCODES)
-    for kernel in kernels:
-        shared = kernel.resources.static_shared_memory + kernel.plan.dynamic_shared_memory
-        counts = (str(kernel.opcodes.get(opcode, 0)) for opcode in SHOWN_OPCODES)
-        table.add_row(
-            kernel.plan.name, str(kernel.resources.registers), f"{shared} B", f"{len(kernel.cubin)} B", *counts
-        )
-    return table
 
 
 def _print_libraries(console: Console, product: Product) -> None:
