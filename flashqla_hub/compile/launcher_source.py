@@ -150,7 +150,8 @@ def _argument(index: int, argument: Argument) -> list[str]:
 def _stage_op(plan: LaunchPlan) -> list[str]:
     """An op for this kernel alone, in libraries that are built to test kernels one by one."""
     count = len(plan.tensors)
-    takes = [f'  {tensor.name}.take(stack[{i}], "{tensor.name}");' for i, tensor in enumerate(plan.tensors)]
+    takes = [f"  {tensor.name}.take(stack[{i}]);" for i, tensor in enumerate(plan.tensors)]
+    reads = [f'  {tensor.name}.read("{tensor.name}");' for tensor in plan.tensors]
     numbers = [
         f"static_cast<{CPP_TYPES[scalar.dtype]}>(as_{SCHEMA_TYPES[scalar.dtype].replace('float', 'double')}(stack[{count + i}]))"
         for i, scalar in enumerate(plan.scalars)
@@ -161,6 +162,7 @@ def _stage_op(plan: LaunchPlan) -> list[str]:
         f"static void run_{plan.name}(StableIValue* stack, uint64_t, uint64_t) {{",
         f"  ArgumentTensor {', '.join(tensor.name for tensor in plan.tensors)};",
         *takes,
+        *reads,
         f"  DeviceScope scope({plan.tensors[0].name}.view().device);",
         f"  launch_{plan.name}({', '.join(['scope', *views, *numbers])});",
         "}",

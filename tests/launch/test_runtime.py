@@ -73,12 +73,13 @@ def copy_on(compute_capability):
     copy()
 
 
-def leaked_bytes_of_failing_calls():
-    x, y = torch.zeros(4096, 128, dtype=torch.float16), torch.zeros(5, 128, dtype=torch.float16)
+def leaked_bytes_of_failing_calls(x_shape):
+    """Of 100 calls whose y is 1 MiB and fits no x of that shape."""
+    x, y = torch.zeros(x_shape, dtype=torch.float16), torch.zeros(4096, 128, dtype=torch.float16)
 
     def fail():
         with pytest.raises(RuntimeError):
-            op("stage_cluster_copy", x.clone(), y)
+            op("stage_cluster_copy", x, y.clone())
 
     def resident():
         gc.collect()
@@ -125,8 +126,9 @@ def test_another_architecture_is_refused_by_name(fresh_process):
         fresh_process.run(copy_on, 120)
 
 
-def test_failing_calls_leak_nothing(stand_in_process):
-    leaked, guards = stand_in_process.run(leaked_bytes_of_failing_calls)
+@pytest.mark.parametrize("x_shape", [(5, 128), (1, 1, 1, 1, 5, 128)], ids=["when-comparing", "when-reading-the-first"])
+def test_failing_calls_leak_nothing(stand_in_process, x_shape):
+    leaked, guards = stand_in_process.run(leaked_bytes_of_failing_calls, x_shape)
     assert guards == 0
     assert leaked < 4096 * 128 * 2, "less than one of the hundred arguments"
 

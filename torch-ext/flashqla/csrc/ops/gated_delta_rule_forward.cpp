@@ -29,17 +29,24 @@ struct Arguments {
   bool use_l2norm, state_v_first, output_final_state;
 
   explicit Arguments(StableIValue* stack) {
-    q.take(stack[0], "q");
-    k.take(stack[1], "k");
-    v.take(stack[2], "v");
-    g.take(stack[3], "g");
-    beta.take(stack[4], "beta");
-    initial_state.take_optional(stack[5], "initial_state");
-    cu_seqlens.take_optional(stack[6], "cu_seqlens");
+    q.take(stack[0]);
+    k.take(stack[1]);
+    v.take(stack[2]);
+    g.take(stack[3]);
+    beta.take(stack[4]);
+    initial_state.take_optional(stack[5]);
+    cu_seqlens.take_optional(stack[6]);
     scale = as_double(stack[7]);
     use_l2norm = as_bool(stack[8]);
     state_v_first = as_bool(stack[9]);
     output_final_state = as_bool(stack[10]);
+    q.read("q");
+    k.read("k");
+    v.read("v");
+    g.read("g");
+    beta.read("beta");
+    initial_state.read("initial_state");
+    cu_seqlens.read("cu_seqlens");
   }
 };
 

@@ -69,18 +69,19 @@ TensorView contiguous_view(const char* name, void* data, int32_t dtype, int32_t 
   return view;
 }
 
-void ArgumentTensor::take(StableIValue value, const char* name) {
-  handle_ = as_handle(value);
-  view_ = read_view(handle_, name);
-}
+void ArgumentTensor::take(StableIValue value) { handle_ = as_handle(value); }
 
-void ArgumentTensor::take_optional(StableIValue value, const char* name) {
+void ArgumentTensor::take_optional(StableIValue value) {
   StableIValue* box = nullptr;  // libtorch makes it with new, and the op deletes it
   memcpy(&box, &value, sizeof box);
   if (box == nullptr) return;
   const StableIValue content = *box;
   ::operator delete(box);
-  take(content, name);
+  take(content);
+}
+
+void ArgumentTensor::read(const char* name) {
+  if (has_value()) view_ = read_view(handle_, name);
 }
 
 void ArgumentTensor::release() {

@@ -31,19 +31,21 @@ TensorView contiguous_view(const char* name, void* data, int32_t dtype, int32_t 
   return contiguous_view(name, data, dtype, device, RANK, sizes);
 }
 
-// An argument of type Tensor or Tensor? of an op. The dispatcher hands it over; it is released with the object.
+// An argument of type Tensor or Tensor? of an op. The dispatcher hands all arguments over, so an op takes every one of
+// them before it looks at any: an error in between would leak the rest. They are released with their objects.
 class ArgumentTensor : public Owned {
  public:
   ~ArgumentTensor() { release(); }
 
-  // Takes over a Tensor and reads its view. Fails when it is no CUDA tensor or has more than MAX_RANK dimensions.
-  void take(StableIValue value, const char* name);
-  // Takes over a Tensor?, which may hold nothing.
-  void take_optional(StableIValue value, const char* name);
+  void take(StableIValue value);           // a Tensor
+  void take_optional(StableIValue value);  // a Tensor?, which may hold nothing
+
+  // Reads the view. Fails when the tensor is not on a CUDA device or has more than MAX_RANK dimensions.
+  void read(const char* name);
 
   bool has_value() const { return handle_ != nullptr; }
   AtenTensorHandle handle() const { return handle_; }
-  const TensorView& view() const { return view_; }
+  const TensorView& view() const { return view_; }  // once read
 
  protected:
   void release() override;
