@@ -20,10 +20,17 @@ static struct {
 static int placed_count, open_guards, allowed_allocations = -1;
 static void* allocated[MAX_PLACED];
 
-static void* real(const char* name) {
-  static void* libtorch;
-  if (!libtorch) libtorch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-  return dlsym(libtorch, name);
+// libtorch's own functions behind those that are replaced here.
+static int32_t (*real_get_data_ptr)(void* tensor, void** data);
+static int32_t (*real_delete_tensor)(void* tensor);
+static int32_t (*real_empty_strided)(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+                                     int32_t device_type, int32_t device_index, void** result);
+
+__attribute__((constructor)) static void find_real_functions(void) {
+  void* libtorch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  *(void**)&real_get_data_ptr = dlsym(libtorch, "aoti_torch_get_data_ptr");
+  *(void**)&real_delete_tensor = dlsym(libtorch, "aoti_torch_delete_tensor_object");
+  *(void**)&real_empty_strided = dlsym(libtorch, "aoti_torch_empty_strided");
 }
 
 // ---- for the test
@@ -61,7 +68,7 @@ int32_t aoti_torch_device_type_cuda(void) { return CPU_DEVICE_TYPE; }
 
 int32_t aoti_torch_get_device_index(void* tensor, int32_t* result) {
   void* data = NULL;
-  int32_t error = ((int32_t(*)(void*, void**))real("aoti_torch_get_data_ptr"))(tensor, &data);
+  int32_t error = real_get_data_ptr(tensor, &data);
   *result = 0;
   for (int i = 0; i < placed_count; i++)
     if (placed[i].data == data) *result = placed[i].device;
@@ -70,11 +77,10 @@ int32_t aoti_torch_get_device_index(void* tensor, int32_t* result) {
 
 int32_t aoti_torch_empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype,
                                  int32_t device_type, int32_t device_index, void** result) {
-  typedef int32_t (*Function)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**);
   if (allowed_allocations >= 0 && allowed_allocations-- == 0) return 1;
-  int32_t error = ((Function)real("aoti_torch_empty_strided"))(rank, sizes, strides, dtype, device_type, 0, result);
+  int32_t error = real_empty_strided(rank, sizes, strides, dtype, device_type, 0, result);
   void* data = NULL;
-  if (!error) error = ((int32_t(*)(void*, void**))real("aoti_torch_get_data_ptr"))(*result, &data);
+  if (!error) error = real_get_data_ptr(*result, &data);
   if (!error && device_index) fake_place(data, device_index);
   if (!error) replace_allocated(NULL, *result);
   return error;
@@ -82,7 +88,7 @@ int32_t aoti_torch_empty_strided(int64_t rank, const int64_t* sizes, const int64
 
 int32_t aoti_torch_delete_tensor_object(void* tensor) {
   replace_allocated(tensor, NULL);
-  return ((int32_t(*)(void*))real("aoti_torch_delete_tensor_object"))(tensor);
+  return real_delete_tensor(tensor);
 }
 
 int32_t aoti_torch_create_device_guard(int32_t device, void** result) {

@@ -95,7 +95,8 @@ void NewTensor::allocate(const TensorView& layout) {
                  "PyTorch could not allocate %s with %lld elements of %s on device %d, most likely for lack of memory; "
                  "free memory or split the call.",
                  layout.name, static_cast<long long>(layout.element_count()), dtype_name(layout.dtype), layout.device);
-  view_ = read_view(handle_, layout.name);
+  view_ = layout;
+  FLASHQLA_TORCH(aoti_torch_get_data_ptr(handle_, &view_.data));
 }
 
 void NewTensor::allocate_like(const TensorView& other, int32_t dtype) {
