@@ -5,6 +5,8 @@ from typing import Any
 from tilelang import tvm  # noqa: F401  (importing tilelang puts its own tvm on sys.path)
 from tvm import tirx
 
+from .errors import LoweringError
+
 # Sizes, strides and grid extents are never negative, so C++ division equals both TIR's floor and truncated division.
 BINARY = {
     tirx.Add: "+",
@@ -22,7 +24,7 @@ def cpp_expression(expression: Any) -> str:
     """Prints an integer PrimExpr.
 
     Raises:
-        NotImplementedError: an operation that no launcher has needed so far.
+        LoweringError: an operation that no launcher has needed so far.
     """
     if isinstance(expression, int | tirx.IntImm):
         return str(int(expression))
@@ -39,4 +41,4 @@ def cpp_expression(expression: Any) -> str:
     if isinstance(expression, tirx.Call) and expression.op.name in CALLS:
         left, right = expression.args
         return f"({cpp_expression(left)} {CALLS[expression.op.name]} {cpp_expression(right)})"
-    raise NotImplementedError(f"the launchers cannot express {expression} ({type(expression).__name__}) on the host.")
+    raise LoweringError(f"the launchers cannot express {expression} ({type(expression).__name__}) on the host.")

@@ -1,12 +1,12 @@
-// Stands in for libcuda.so.1 where there is no GPU: every function succeeds and keeps what it was told, so that a test can
-// compare it with what a kernel must get. Tensor maps hold their number in the record instead of hardware bits.
+// Stands in for libcuda.so.1 where there is no GPU: every function succeeds and keeps what it was told, so that a test
+// can compare it with what a kernel must get. Tensor maps hold their number in the record instead of hardware bits.
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { MAX_LAUNCHES = 256, MAX_MAPS = 512, MAX_KERNELS = 64, MAX_ARGUMENTS = 32, ARGUMENT_BYTES = 128, RANK = 5 };
-enum { ATTRIBUTE_CLUSTER = 4, ATTRIBUTE_PROGRAMMATIC = 6, SM_COUNT = 16, CC_MAJOR = 75, CC_MINOR = 76 };
+enum { ATTRIBUTE_CLUSTER = 4, ATTRIBUTE_PROGRAMMATIC = 6, CC_MAJOR = 75, CC_MINOR = 76 };
 static const uint64_t MAP_MAGIC = 0x7e4507a900000000u;
 
 typedef struct {
@@ -80,7 +80,11 @@ int fake_max_shared_memory(const char* name, int device) { return find_kernel(na
 
 int cuLibraryLoadData(void** library, const void* image, void* a, void* b, uint32_t c, void* d, void* e, uint32_t f) {
   (void)a, (void)b, (void)c, (void)d, (void)e, (void)f;
-  if (memcmp(image, "\x7f" "ELF", 4)) return 200;
+  if (memcmp(image,
+             "\x7f"
+             "ELF",
+             4))
+    return 200;
   __atomic_fetch_add(&load_count, 1, __ATOMIC_RELAXED);
   *library = (void*)image;
   return 0;
@@ -103,8 +107,8 @@ int cuKernelSetAttribute(int attribute, int value, void* kernel, int device) {
 }
 
 int cuTensorMapEncodeTiled(void* map, int dtype, uint32_t rank, void* address, const uint64_t* dims,
-                           const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides, int interleave,
-                           int swizzle, int l2_promotion, int out_of_bounds) {
+                           const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
+                           int interleave, int swizzle, int l2_promotion, int out_of_bounds) {
   if ((uintptr_t)map % 64 || (uintptr_t)address % 16 || !address || rank > RANK) return 1;
   for (uint32_t i = 0; i < rank; i++)
     if (!dims[i] || !box[i] || box[i] > 256 || (i && strides[i - 1] % 16)) return 1;
@@ -151,10 +155,7 @@ int cuDevicePrimaryCtxRetain(void** context, int device) { return *context = (vo
 int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, 0; }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   (void)device;
-  *value = attribute == SM_COUNT   ? 132
-           : attribute == CC_MAJOR ? compute_capability / 10
-           : attribute == CC_MINOR ? compute_capability % 10
-                                   : -1;
+  *value = attribute == CC_MAJOR ? compute_capability / 10 : attribute == CC_MINOR ? compute_capability % 10 : -1;
   return 0;
 }
 int cuGetErrorString(int result, const char** text) { return *text = result == 719 ? "launch failed" : "invalid", 0; }

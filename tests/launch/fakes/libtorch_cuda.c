@@ -1,6 +1,6 @@
 // Stands in for libtorch_cuda.so, and for the device functions of libtorch_cpu.so, in a PyTorch without CUDA. Loaded
-// before the op library and globally, it makes CPU tensors pass for tensors on CUDA devices: the library that is shipped
-// runs unchanged.
+// before the op library and globally, it makes CPU tensors pass for tensors on CUDA devices: the library that is
+// shipped runs unchanged.
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdlib.h>

@@ -149,19 +149,10 @@ TensorView as_tokens(const TensorView& tensor, int64_t tokens) {
   return view;
 }
 
-bool is_contiguous(const TensorView& tensor) {
-  int64_t expected = 1;
-  for (int axis = tensor.rank - 1; axis >= 0; axis--) {
-    if (tensor.size[axis] > 1 && tensor.stride[axis] != expected) return false;
-    expected *= tensor.size[axis];
-  }
-  return true;
-}
-
 // The argument itself when it is contiguous float32, else a copy that is.
 TensorView as_float32(const ArgumentTensor& argument, NewTensor& copy) {
   const TensorView& view = argument.view();
-  if (view.dtype == aoti_torch_dtype_float32() && is_contiguous(view)) return view;
+  if (view.dtype == aoti_torch_dtype_float32() && view.is_contiguous()) return view;
   copy.allocate_like(view, aoti_torch_dtype_float32());
   copy.copy_from(argument.handle());
   return copy.view();

@@ -31,7 +31,6 @@ const DeviceProperties& device_properties(int32_t index) {
   if (__builtin_expect(!known[index].is_set(), 0)) {
     DeviceProperties properties;
     cuda::check(cuda::driver().device_get(&properties.handle, index), "cuDeviceGet");
-    properties.multiprocessors = attribute(properties.handle, cuda::DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     properties.compute_capability = 10 * attribute(properties.handle, cuda::DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) +
                                     attribute(properties.handle, cuda::DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
     table[index] = properties;  // two threads may both write, and write the same

@@ -10,7 +10,6 @@ constexpr int MAX_DEVICES = 64;
 
 struct DeviceProperties {
   cuda::Device handle;
-  int multiprocessors;
   int compute_capability;  // 90 for sm_90
 };
 
@@ -25,7 +24,6 @@ class DeviceScope : public Owned {
 
   int32_t index() const { return index_; }
   cuda::Stream stream() const { return stream_; }  // PyTorch's current stream on that device
-  int multiprocessors() const { return device_properties(index_).multiprocessors; }
 
  protected:
   void release() override;

@@ -52,6 +52,15 @@ int64_t TensorView::element_count() const {
   return count;
 }
 
+bool TensorView::is_contiguous() const {
+  int64_t expected = 1;
+  for (int axis = rank - 1; axis >= 0; axis--) {
+    if (size[axis] > 1 && stride[axis] != expected) return false;  // a size of 1 may have any stride
+    expected *= size[axis];
+  }
+  return true;
+}
+
 TensorView contiguous_view(const char* name, void* data, int32_t dtype, int32_t device, int rank,
                            const int64_t* sizes) {
   TensorView view;
@@ -139,14 +148,6 @@ void require_tensor(const TensorView& tensor, const char* kernel, int32_t dtype,
   FLASHQLA_CHECK(tensor.dtype == dtype, "%s is %s and %s takes %s; convert it.", tensor.name, dtype_name(tensor.dtype),
                  kernel, dtype_name(dtype));
   FLASHQLA_CHECK(tensor.rank == rank, "%s has %d dimensions and %s takes %d.", tensor.name, tensor.rank, kernel, rank);
-}
-
-void require_contiguous(const TensorView& tensor, const char* kernel) {
-  int64_t expected = 1;
-  for (int axis = tensor.rank - 1; axis >= 0; axis--) {
-    require_stride(tensor, kernel, axis, expected);
-    expected *= tensor.size[axis];
-  }
 }
 
 void require_size(const TensorView& tensor, const char* kernel, int axis, int64_t expected) {

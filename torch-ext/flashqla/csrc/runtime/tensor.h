@@ -21,6 +21,7 @@ struct TensorView {
   int64_t stride[MAX_RANK] = {};  // in elements
 
   int64_t element_count() const;
+  bool is_contiguous() const;
 };
 
 // A contiguous tensor's view, for instance a part of a workspace or a tensor with other sizes.
@@ -88,7 +89,6 @@ int64_t as_int(StableIValue value);
 
 // Checks of a launcher's arguments; `kernel` names the launcher in messages.
 void require_tensor(const TensorView& tensor, const char* kernel, int32_t dtype, int rank, int32_t device);
-void require_contiguous(const TensorView& tensor, const char* kernel);
 void require_size(const TensorView& tensor, const char* kernel, int axis, int64_t expected);
 void require_stride(const TensorView& tensor, const char* kernel, int axis, int64_t expected);
 int64_t require_int32(int64_t value, const char* kernel, const char* what);
