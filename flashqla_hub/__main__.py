@@ -23,7 +23,9 @@ class Command(NamedTuple):
         return getattr(import_module(self.module), self.function)
 
 
+# The overview lists them in this order; a new command is one more line.
 COMMANDS = {
+    "demo": Command("flashqla_hub.demo", "demo_command", "Fine-tune a small Qwen3.5 on the kernel."),
     "build": Command("flashqla_hub.package.build", "build_command", "Assemble build/ from the sources."),
     "check": Command("flashqla_hub.package.check", "check_command", "Check a kernel repository against every rule."),
     "publish": Command("flashqla_hub.package.publish", "publish_command", "Show, or make, the changes on the Hub."),

@@ -78,9 +78,9 @@ def kernelize(
         return model
     chosen = Source.of(source, version, trust_remote_code)
     if chosen.available("kernelize"):
+        _replace_forwards(nets, chosen, device_type, mode)
         registry.add(chosen)
         adopt(model, chosen)
-        _replace_forwards(nets, chosen, device_type, mode)
     return model
 
 

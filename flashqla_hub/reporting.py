@@ -94,7 +94,8 @@ def _who_serves(layer: nn.Module | None, name: str, device_type: str, nothing: s
         return ORIGINAL, nothing or f"the layer has no {name} that a kernel could replace"
     kernel = serving.serving_kernel(layer)
     if kernel is not None:
-        return (OURS if serving.is_ours(layer) else serving.repository_of(kernel)), f"loaded from {kernel.__path__[0]}"
+        other, folder = serving.name_and_folder(layer, kernel)
+        return (OURS if serving.is_ours(layer) else other), f"loaded from {folder}"
     if serving.current_forward(layer) is not type(layer).forward:
         forward = serving.current_forward(layer)
         return forward.__module__, f"{forward.__qualname__} replaced the forward"

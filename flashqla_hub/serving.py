@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import MethodType, ModuleType
 
 from torch import nn
@@ -44,12 +45,14 @@ def serving_kernel(layer: nn.Module) -> ModuleType | None:
     return next((loaded.module for loaded in get_loaded_kernels() if loaded.module.__name__ == package), None)
 
 
-def repository_of(kernel: ModuleType) -> str:
-    """The name of a loaded kernel as users know it: its repository on the Hub, or the name in its metadata."""
+def name_and_folder(layer: nn.Module, kernel: ModuleType) -> tuple[str, str]:
+    """The kernel's name as users know it, its repository on the Hub if it came from there, and the folder of its code."""
     from kernels import get_loaded_kernels
 
     loaded = next(loaded for loaded in get_loaded_kernels() if loaded.module is kernel)
-    return str(loaded.metadata.name) if loaded.repo_info is None else loaded.repo_info.repo_id
+    name = str(loaded.metadata.name) if loaded.repo_info is None else loaded.repo_info.repo_id
+    # Two copies of one build share their modules, so the code itself knows best where it is from.
+    return name, str(Path(current_forward(layer).__code__.co_filename).parent)
 
 
 def is_ours(layer: nn.Module) -> bool:

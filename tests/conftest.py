@@ -17,8 +17,8 @@ VARIANT_VARIABLE = "FLASHQLA_TEST_VARIANT"
 # The tensors of the tests are small, and two OpenMP threads that spin for one core are up to 20 times slower than one.
 torch.set_num_threads(1)
 
-settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, print_blob=False)
-settings.register_profile("explore", deadline=None, max_examples=2000, print_blob=True)
+settings.register_profile("repeatable", max_examples=1200, derandomize=True, deadline=None, database=None)
+settings.register_profile("explore", max_examples=20_000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 

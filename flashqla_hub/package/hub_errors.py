@@ -60,7 +60,7 @@ def sentence_of(error: BaseException) -> str:
     if isinstance(error, RevisionNotFoundError):
         return f"the repository has no such branch ({_first_line(error)}); it may not be published yet."
     if isinstance(error, RepositoryNotFoundError):
-        return f"{constants.ENDPOINT} has no such kernel repository, or this token may not see it."
+        return f"{constants.ENDPOINT} has no such kernel repository that this token may see; check the name, or `hf auth login`."
     if status in SENTENCES:
         return SENTENCES[status]
     if isinstance(error, HfHubHTTPError) or status is not None:

@@ -13,6 +13,8 @@ import torch
 from .compare import EXACT, assert_close, assert_fingerprint, assert_finite, relative_error
 from .inputs import Problem, forward, make_problem, solve, truth, uniform
 
+pytestmark = pytest.mark.kernels_ci
+
 DTYPES = pytest.mark.parametrize("dtype", EXACT, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 

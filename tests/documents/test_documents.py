@@ -65,7 +65,7 @@ def test_commands_explain_themselves(name):
         [sys.executable, "-m", "flashqla_hub", name, "--help"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert COMMANDS[name].summary.split()[0].lower() in done.stdout.lower()
+    assert f"flashqla-hub {name}" in done.stdout and "--help" in done.stdout
 
 
 def test_supported_versions_are_those_of_the_requirements():

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from fresh_process import RunPython
 from hub_server import Hub
 from source_tree import ROOT
@@ -19,6 +20,7 @@ def code_blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", CARD, re.DOTALL)
 
 
+@pytest.mark.kernels_ci
 def test_example_runs_against_the_hub(stocked_hub: Hub, run_python: RunPython):
     example = code_blocks()[0]
     checks = (

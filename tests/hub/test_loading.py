@@ -55,8 +55,10 @@ def refusals(run_python: RunPython, *calls: str, **options: object) -> list[str]
     return lines
 
 
-def test_get_kernel_from_the_hub_computes(stocked_hub: Hub, run_python: RunPython):
+@pytest.mark.kernels_ci
+def test_get_kernel_and_load_from_the_hub_compute(stocked_hub: Hub, run_python: RunPython):
     code = COMPUTE + GET_KERNEL.format(", trust_remote_code=True") + "assert_computes(kernel)"
+    code += "\nfrom flashqla_hub.package.loading import load\nassert load(trust_remote_code=True) is kernel"
     succeed(run_python, code, hub=stocked_hub)
     fetched = [request for request in stocked_hub.requests if request.startswith("GET /kernels/")]
     assert fetched and all("/build/torch-universal/" in request for request in fetched)
@@ -65,11 +67,6 @@ def test_get_kernel_from_the_hub_computes(stocked_hub: Hub, run_python: RunPytho
 def test_get_kernel_from_a_trusted_publisher_needs_no_flag(stocked_hub: Hub, run_python: RunPython):
     stocked_hub.trusted.add("qwen")
     succeed(run_python, COMPUTE + GET_KERNEL.format("") + "assert_computes(kernel)", hub=stocked_hub)
-
-
-def test_load_from_the_hub_computes(stocked_hub: Hub, run_python: RunPython):
-    code = COMPUTE + LOAD.format("trust_remote_code=True") + "assert_computes(kernel)"
-    succeed(run_python, code, hub=stocked_hub)
 
 
 def test_untrusted_publisher_is_refused_with_the_way_out(stocked_hub: Hub, run_python: RunPython):
@@ -202,6 +199,7 @@ def test_too_old_kernels_is_named(built: Path, run_python: RunPython, monkeypatc
         load(built)
 
 
+@pytest.mark.kernels_ci
 def test_folder_loads_with_sockets_blocked(released: Path, run_python: RunPython):
     code = NO_SOCKETS + COMPUTE + LOAD.format(f"{str(released)!r}") + "assert_computes(kernel)"
     succeed(run_python, code, HF_HUB_OFFLINE="0")

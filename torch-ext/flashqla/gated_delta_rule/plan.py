@@ -4,8 +4,9 @@ from typing import Optional
 
 CHUNK_SIZES = (16, 32, 64)
 
-# Chunk-heads that the PyTorch path works on at a time. One chunk-head of 64 tokens and K = V = 128 needs about 0.4 MB of
-# float32 intermediates, so a slab stays near 200 MB and the working memory of a call does not grow with its length.
+# Chunk-heads that the PyTorch path works on at a time. One chunk-head of 64 tokens and K = V = 128 needs about 0.9 MB of
+# float32 intermediates in the backward, so a slab stays below 0.5 GB and the working memory of a call does not grow with
+# its length. Smaller slabs are a little faster, but keep more states for the backward of many heads.
 SLAB_CHUNK_HEADS = 512
 
 

@@ -64,7 +64,7 @@ def forward(
     state = like.new_zeros(chunks.lanes * shape[0], *shape[1:])
     residuals = like.new_zeros(residual_shape(q, v, cu_seqlens, chunk_size) if save_for_backward else 0)
     out = chunks.zeros_like(v)
-    for slab, (start, stop) in enumerate(_slabs(chunks, shape[0])):
+    for slab, (start, stop) in enumerate(_slabs(chunks, *shape)):
         if save_for_backward:
             residuals[slab] = state
         f = _factors(chunks, q, k, v, g, beta, scale, use_qk_l2norm, start, stop)
@@ -102,7 +102,7 @@ def backward(
     grads = [chunks.zeros_like(x) for x in (q, k, v, g, beta)]
     if residuals.numel() == 0:
         residuals = _slab_states(chunks, q, k, v, g, beta, scale, use_qk_l2norm, dstate, initial)
-    for slab, (start, stop) in reversed(list(enumerate(_slabs(chunks, shape[0])))):
+    for slab, (start, stop) in reversed(list(enumerate(_slabs(chunks, *shape)))):
         f = _factors(chunks, q, k, v, g, beta, scale, use_qk_l2norm, start, stop)
         states, new, _ = _scan(chunks, f, residuals[slab], start, initial, None)
         dout = torch.zeros_like(new) if do is None else chunks.load(do, start, stop).to(new.dtype).flatten(1, 2)
@@ -131,10 +131,10 @@ def residual_shape(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], chunk_siz
     return [plan.num_slabs(chunks, batch * value_heads), batch * value_heads, dim_k, dim_v]
 
 
-def _slabs(chunks: Chunks, value_heads: int) -> List[Tuple[int, int]]:
-    """Ranges of chunks to work on at a time; none without a batch row or value head."""
+def _slabs(chunks: Chunks, value_heads: int, dim_k: int, dim_v: int) -> List[Tuple[int, int]]:
+    """Ranges of chunks to work on at a time; none if the states are empty, and with them all but zero gradients."""
     lane_heads = chunks.lanes * value_heads
-    if lane_heads == 0:
+    if lane_heads * dim_k * dim_v == 0:
         return []
     step = plan.slab_chunks(lane_heads)
     return [(start, min(start + step, chunks.count)) for start in range(0, chunks.count, step)]
@@ -143,7 +143,7 @@ def _slabs(chunks: Chunks, value_heads: int) -> List[Tuple[int, int]]:
 def _slab_states(chunks, q, k, v, g, beta, scale, use_qk_l2norm, state, initial) -> List[Tensor]:
     """The state at the start of each slab, for a forward that kept none."""
     states = []
-    for start, stop in _slabs(chunks, v.shape[2]):
+    for start, stop in _slabs(chunks, v.shape[2], q.shape[3], v.shape[3]):
         states.append(state)
         f = _factors(chunks, q, k, v, g, beta, scale, use_qk_l2norm, start, stop)
         _, _, state = _scan(chunks, f, state, start, initial, None)

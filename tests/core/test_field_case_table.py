@@ -1,0 +1,48 @@
+"""docs/field_cases.md names tests that exist, for every case."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "docs" / "field_cases.md"
+CASES = {"P": 7, "N": 10, "C": 4, "S": 1, "D": 5, "I": 9, "L": 5, "F": 3}  # letter: cases
+ROW = re.compile(r"^\| (?P<case>[A-Z]\d+) \| (?P<what>[^|]+) \| (?P<tests>[^|]*)\| (?P<status>[^|]+) \|$", re.MULTILINE)
+STATUSES = ("tested", "SM90 open", "open")
+
+ROWS = list(ROW.finditer(TABLE.read_text()))
+
+
+def named_by(row: re.Match) -> list[str]:
+    return re.findall(r"`([^`]+)`", row["tests"])
+
+
+def functions_in(path: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_case_has_one_row():
+    cases = [row["case"] for row in ROWS]
+    assert cases == [f"{letter}{n}" for letter, count in CASES.items() for n in range(1, count + 1)]
+
+
+def test_no_line_of_a_table_is_unreadable():
+    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("|")]
+    heads = [line for line in lines if line.startswith(("| case |", "|---"))]
+    assert len(lines) - len(heads) == len(ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["case"])
+def test_named_tests_exist(row):
+    for nodeid in named_by(row):
+        path, _, function = nodeid.partition("::")
+        assert (ROOT / path).is_file(), f"{path} is not in the tree"
+        assert function.startswith("test_") and function in functions_in(ROOT / path), f"{nodeid} does not exist"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["case"])
+def test_a_case_that_is_called_tested_has_tests(row):
+    assert row["status"].startswith(STATUSES)
+    assert named_by(row) or not row["status"].startswith("tested")
