@@ -60,7 +60,7 @@ format: $(MAIN_STAMP)
 define install
 	$(PYTHON3) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed; set PYTHON3=<path>.")'
 	$(PYTHON3) -m venv $(1)
-	$(1)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/$(2).txt
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(foreach name,$(2),-r requirements/$(name).txt)
 	rm -f $(1)/.installed-*
 	touch $@
 endef
@@ -72,9 +72,7 @@ endif
 
 ifneq ($(BUILD_VENV),)
 $(BUILD_STAMP): requirements/build.txt requirements/main.txt
-	$(call install,$(BUILD_VENV),main)
-	$(BUILD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/build.txt
-	touch $@
+	$(call install,$(BUILD_VENV),main build)
 endif
 
 ifneq ($(FLOOR_VENV),)
