@@ -78,7 +78,7 @@ def tile_map(address, dims, strides, box, dtype=BFLOAT16, swizzle=SWIZZLE_128B):
 
 
 # Sizes that the compiler leaves out of a kernel's arguments when no address depends on them.
-DROPPABLE = {"chunk_slots", "end", "item_count", "matrices", "row_words", "tokens", "words"}
+DROPPABLE = {"chunk_slots", "item_count", "matrices", "row_words", "tokens", "words"}
 
 
 def assert_arguments(launch, expected):
@@ -113,10 +113,10 @@ def test_plan_reads_int64_offsets_as_words(product_process):
         "o_words": addresses["o"],
         "chunk_slots": SLOTS,
         "dense_length": -1,
-        "end": 300,
         "item_count": 3 * HV,
         "row_words": HV * 64,
         "sequences": 3,
+        "tokens": 300,
         "words": 8,
         "words_per_entry": 2,
     }
