@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from shipped_library import find_library, load_ops
+
+from .shipped_library import find_library, load_ops
 
 LIBRARY = find_library()
 HAS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -104,7 +105,7 @@ COLD_CAPTURE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from test_shipped_op import LENGTHS, assert_equal, call, find_library, load_ops, make_inputs, offsets
+from tests.sm90.test_shipped_op import LENGTHS, assert_equal, call, find_library, load_ops, make_inputs, offsets
 forward = load_ops(find_library()).sm90_gated_delta_rule_fwd
 inputs, cu_seqlens = make_inputs(), offsets(LENGTHS)
 torch.cuda.synchronize()
@@ -118,7 +119,7 @@ assert_equal(captured, call(forward, inputs, cu_seqlens))
 
 
 def test_the_first_call_may_be_captured():
-    command = [sys.executable, "-c", COLD_CAPTURE, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", COLD_CAPTURE, str(Path(__file__).parents[2])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -107,13 +107,20 @@ def _refuse_double_backward(ctx, *grads):
 
 
 def define(setup_context, backward) -> bool:
-    """Define both ops with shapes and autograd unless another copy of this build has; True if they were new."""
+    """Define both ops with shapes and autograd unless another copy of this build has; True if they were new.
+
+    Not through `torch.library.custom_op`: its wrapper imports torch._dynamo at the first call, which takes seconds.
+    """
     if hasattr(ops, FORWARD):
         return False
-    forward_op = torch.library.custom_op(add_op_namespace_prefix(FORWARD), gated_delta_rule_fwd, mutates_args=())
-    forward_op.register_fake(_forward_fake)
-    forward_op.register_autograd(backward, setup_context=setup_context)
-    backward_op = torch.library.custom_op(add_op_namespace_prefix(BACKWARD), gated_delta_rule_bwd, mutates_args=())
-    backward_op.register_fake(_backward_fake)
-    backward_op.register_autograd(_refuse_double_backward)
+    _define(FORWARD, gated_delta_rule_fwd, _forward_fake, backward, setup_context)
+    _define(BACKWARD, gated_delta_rule_bwd, _backward_fake, _refuse_double_backward, None)
     return True
+
+
+def _define(name: str, function, fake, backward, setup_context) -> None:
+    schema = torch.library.infer_schema(function, mutates_args=())
+    torch.library.define(add_op_namespace_prefix(name), schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(add_op_namespace_prefix(name), "default", function)
+    torch.library.register_fake(add_op_namespace_prefix(name), fake)
+    torch.library.register_autograd(add_op_namespace_prefix(name), backward, setup_context=setup_context)
