@@ -98,7 +98,7 @@ def build_plan():
     ):
         with T.Kernel(sequences + ZERO_BLOCKS, threads=THREADS) as block:
             thread = T.get_thread_binding()
-            first, length = T.alloc_var("int32"), T.alloc_var("int32")
+            first, length, end = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             first_slot, lowest_slot, next_slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             if block < sequences:
                 first = offset(cu_words, block, words_per_entry, dense_length)
@@ -115,6 +115,7 @@ def build_plan():
                 first = offset(cu_words, 0, words_per_entry, dense_length)
                 zero_rows(o_words, 0, first, row_words, part, thread)
                 first = offset(cu_words, sequences, words_per_entry, dense_length)
-                zero_rows(o_words, first, tokens, row_words, part, thread)
+                end = tokens
+                zero_rows(o_words, first, end, row_words, part, thread)
 
     return plan
