@@ -155,6 +155,19 @@ def test_gates_are_computed_in_float32_whatever_the_parameters(kernel, part, par
     assert relative_error(o.detach(), outside) <= 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_raw_gates_in_16_bit_are_activated_in_float32(part, dtype):
+    """The same bits as from the widened values, with and without a bias."""
+    gates = part("gated_delta_rule.gates")
+    raw = (4 * signed((1, 70, 2), 465)).to(dtype)
+    A_log, dt_bias = (x.to(dtype) for x in gate_layer(2, dtype))
+    for bias in (None, dt_bias):
+        wide = gates.log_decay(raw.float(), A_log.float(), None if bias is None else bias.float())
+        assert torch.equal(gates.log_decay(raw, A_log, bias), wide)
+    for negative in (False, True):
+        assert torch.equal(gates.writing_strength(raw, negative), gates.writing_strength(raw.float(), negative))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_a_head_that_never_forgets(kernel, dtype):
     """A_log = -inf, as when a tiny decay was rounded to 0: the head has gate 0 and a dead, finite gradient."""

@@ -222,6 +222,21 @@ def test_malformed_bounds_are_refused(kernel, case):
     assert str(refusal.value) == sentence
 
 
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_bounds_are_refused_by_hand(kernel, case):
+    """Forward and backward are separate calls there, and either may be the first to see them."""
+    bounds, sentence = MALFORMED[case]
+    problem = make_problem(1, 40, 1, 1, bounds=[0, 20, 40][: len(bounds)], **SMALL)
+    inputs = [getattr(problem, name) for name in TENSORS]
+    residuals = kernel.chunk_gated_delta_rule_fwd(*inputs, cu_seqlens=problem.cu_seqlens).residuals
+    malformed = torch.tensor(bounds)
+    with pytest.raises(ValueError) as forward_refusal:
+        kernel.chunk_gated_delta_rule_fwd(*inputs, cu_seqlens=malformed)
+    with pytest.raises(ValueError) as backward_refusal:
+        kernel.chunk_gated_delta_rule_bwd(*inputs, residuals, problem.do, cu_seqlens=malformed)
+    assert str(forward_refusal.value) == str(backward_refusal.value) == sentence
+
+
 def test_a_wrong_number_of_initial_states_is_refused(kernel):
     problem = replace(packed(), initial_state=signed((4, 4, 16, 8), 1))
     with pytest.raises(ValueError, match=r"initial_state has shape \[4, 4, 16, 8\]; it must be .* = \[5, 4, 16, 8\]"):

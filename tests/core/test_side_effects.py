@@ -71,6 +71,19 @@ def test_split_views_of_one_projection(kernel):
     assert_fingerprint(outcome.dk, l2=0.87868348746)
 
 
+def test_expanded_inputs_equal_contiguous_ones(kernel):
+    """One number, or one row, for everybody: stride 0."""
+    problem = make_problem(2, 70, 1, 2, seed=805, states=(806, 807), **SMALL)
+    expanded = replace(
+        problem,
+        g=problem.g[:1, :1, :1].expand(2, 70, 2),
+        beta=problem.beta[:, :1].expand(2, 70, 2),
+        k=problem.k[:1].expand(2, 70, 1, 16),
+        initial_state=problem.initial_state[:1].expand(2, 2, 16, 8),
+    )
+    assert_equal(solve(kernel, expanded), solve(kernel, expanded.map(torch.Tensor.contiguous)))
+
+
 def test_one_tensor_in_several_roles(kernel):
     problem = make_problem(1, 70, 2, 2, seed=810, dim_k=16, dim_v=16)
     shared = replace(problem, k=problem.q, v=problem.q)
@@ -95,6 +108,19 @@ def test_no_input_is_modified(kernel, bounds, tokens):
     forward(kernel, problem)
     for name in (*TENSORS, "do", "dht", "initial_state"):
         assert torch.equal(getattr(problem, name), getattr(kept, name)), name
+
+
+@pytest.mark.parametrize("name", [*TENSORS, "initial_state"])
+def test_an_input_that_changes_before_the_backward_is_noticed(kernel, name):
+    """As a cache that is overwritten in place: better an error than the gradient at other values."""
+    problem = make_problem(1, 20, 1, 2, seed=825, states=(826, 827), **SMALL)
+    leaf = problem.beta.requires_grad_() if name != "beta" else problem.g.requires_grad_()
+    o, _ = kernel.chunk_gated_delta_rule(
+        *(getattr(problem, each) for each in TENSORS), initial_state=problem.initial_state
+    )
+    getattr(problem, name).detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(o.sum(), leaf)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 64])

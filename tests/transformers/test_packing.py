@@ -151,6 +151,14 @@ def test_boundaries_are_those_of_the_positions(plain, ids, positions, bounds, se
     assert found["use_cache"] is False and found["output_attentions"] is False
 
 
+def test_sequences_of_one_token_are_seen(plain):
+    """Their positions repeat, 0 after 0, where those of longer sequences decrease."""
+    positions = torch.tensor([[0, 0, 0, 1, 0]])
+    _, found = pass_boundaries(backbones(plain)[0], (token_ids(1, 5),), {"position_ids": positions})
+    assert found["cu_seq_lens_q"].tolist() == [0, 1, 2, 4, 5]
+    assert found["seq_idx"].tolist() == [[0, 1, 2, 2, 3]]
+
+
 def test_four_axes_are_read_by_their_text_axis(plain, ids, positions, bounds):
     """Images let the other axes repeat and fall back; only the first, the text axis, counts."""
     axes = torch.stack([positions, *torch.randint(0, 9, (3, *positions.shape))])
