@@ -62,11 +62,13 @@ def test_two_builds_give_the_same_bytes(tools, libraries):
 
 
 def test_ptx_depends_on_neither_folder(tools, tmp_path):
-    source = 'extern "C" __global__ void f(float* x) { x[threadIdx.x] += 1.0f; }'
+    counter = "namespace { __device__ float counter; }"
+    source = counter + ' extern "C" __global__ void f(float* x) { x[threadIdx.x] += atomicAdd(&counter, 1.0f); }'
     texts = []
     for name in ("one", "two/deeper"):
         (tmp_path / name).mkdir(parents=True)
         texts.append(compile_ptx(tools, "f", source, tmp_path / name))
+    assert "_f_cu_" in texts[0], "the counter's name holds a trace of the file"
     assert texts[0] == texts[1]
 
 
