@@ -38,7 +38,7 @@ def compile_ptx(tools: Tools, name: str, source: str, folder: Path) -> str:
     """CUDA source -> PTX text with the relabelled ISA version and without traces of where it was compiled.
 
     nvcc puts a hash of the source's absolute path into the names of symbols with internal linkage, and they reach the
-    cubin: `_INTERNAL_<hash>_<length>_<file>_cu_<hash of the text>`.
+    cubin: `_INTERNAL_<hash>_<length>_<file>_cu_...`.
     """
     path, ptx = folder / f"{name}.cu", folder / f"{name}.ptx"
     path.write_text(source)
@@ -47,7 +47,7 @@ def compile_ptx(tools: Tools, name: str, source: str, folder: Path) -> str:
     text, count = re.subn(r"(?m)^\.version\s+\S+", f".version {PTX_ISA}", ptx.read_text())
     if count != 1:
         raise CompilerError(f"nvcc wrote {count} .version lines for {name}; exactly one is needed to relabel it.")
-    return re.sub(rf"[0-9a-f]{{8}}(?=_\d+_{re.escape(name)}_cu_[0-9a-f]{{8}})", "00000000", text)
+    return re.sub(rf"[0-9a-f]{{8}}(?=_\d+_{re.escape(name)}_cu_)", "00000000", text)
 
 
 def assemble(tools: Tools, name: str, ptx: str, folder: Path) -> tuple[bytes, Resources]:
