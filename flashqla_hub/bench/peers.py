@@ -5,6 +5,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _fla(d):
 def _flashqla(d):
     from kernels import get_local_kernel
 
-    kernel = get_local_kernel(os.environ["FLASHQLA_BENCH_SOURCE"])
+    kernel = get_local_kernel(Path(os.environ["FLASHQLA_BENCH_SOURCE"]))
 
     def call():
         return kernel.chunk_gated_delta_rule(
