@@ -87,8 +87,8 @@ def kernelize(
 def unregister(model: nn.Module | None = None) -> None:
     """Undo `register`, `kernelize` and `kernel_config`: the mapping, and the original forwards of all layers.
 
-    The mapping of `kernels` holds afterwards what it held before. The functions of every family get the forward of
-    transformers back, and so do the norms of models given to `kernelize` or loaded with `kernel_config`.
+    The mapping of `kernels` holds afterwards what it held before. The functions of every modeling module get the forward
+    of transformers back, and so do the norms of models given to `kernelize` or loaded with `kernel_config`.
 
     Args:
         model: A model that transformers itself kernelized after `register`, whose norms only the model can name.

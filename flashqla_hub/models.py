@@ -4,7 +4,6 @@ Classes are recognised by where they are defined and what they are called, so no
 """
 
 import sys
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import nn
@@ -60,9 +59,12 @@ def functions_of(modeling_module: str) -> dict[str, nn.Module]:
     }
 
 
-def imported_modeling_modules() -> Iterator[str]:
-    """Modeling modules of the families that this process has imported."""
-    return (name for name in map(_modeling_name, FAMILIES) if name in sys.modules)
+def imported_modeling_modules() -> list[str]:
+    """The modeling modules of transformers that this process has imported, of every family.
+
+    Other families have the short convolution under the same names, and transformers kernelizes it there, too.
+    """
+    return [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
 
 
 def backbones(model: nn.Module) -> list[nn.Module]:

@@ -18,7 +18,9 @@ def register(
 
     Afterwards `from_pretrained(..., use_kernels=True)`, `model.set_use_kernels(True)` and `kernels.kernelize(model, ...)`
     install it for inference and training, on the CPU and, under the names that have a CUDA kernel, on GPUs of compute
-    capability 9.0. Other names are left alone. A KernelConfig that names the same functions takes precedence on the CPU.
+    capability 9.0. The names are those of `models.LAYER_NAMES`; other families that have the short convolution or the gated
+    norm under these names get them too. Other names are left alone. A KernelConfig that names the same functions takes
+    precedence on the CPU.
 
     Models served this way know packed sequences from `cu_seq_lens_q` and `seq_idx` only. Pass both, as
     DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True) does: `position_ids` that restart are

@@ -1,6 +1,7 @@
 """The kernel serves training and inference, however it was installed, and touches nothing but its own names."""
 
 import copy
+import pickle
 import tempfile
 from pathlib import Path
 
@@ -8,11 +9,12 @@ import pytest
 import torch
 from kernels import LocalLayerRepository, Mode, kernelize, register_kernel_mapping, use_kernel_mapping
 from torch import nn
-from transformers import AutoModelForCausalLM, KernelConfig
+from transformers import AutoModelForCausalLM, KernelConfig, MambaConfig, MambaForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import flashqla_hub
-from flashqla_hub.models import LAYER_NAMES, gated_delta_nets
+from flashqla_hub import serving
+from flashqla_hub.models import LAYER_NAMES, functions_of, gated_delta_nets
 from tests.transformers.families import tiny_model, token_ids
 
 OTHER_LAYER = "RMSNormZeroCentered"
@@ -214,6 +216,15 @@ def test_copy_is_kernelized_through_the_functions_that_it_calls(model, kernel_fo
     assert flashqla_hub.is_active(twin)
 
 
+def test_pickle_refuses_a_model_with_and_without_the_kernel(model, kernel_folder):
+    """A limit of `kernels`, whose function objects have a local class; save_pretrained and state_dict need no pickle."""
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="Func"):
+            pickle.dumps(model)
+        flashqla_hub.kernelize(model, source=kernel_folder)
+    assert all(not name.startswith("_") for name in model.state_dict())
+
+
 def test_saved_model_knows_nothing_of_the_kernel(model, kernel_folder, tmp_path):
     flashqla_hub.kernelize(model, source=kernel_folder).save_pretrained(tmp_path)
     assert "flashqla" not in (tmp_path / "config.json").read_text()
@@ -327,6 +338,20 @@ class TestUnregister:
             flashqla_hub.unregister()
             model.set_use_kernels(True)
             assert model.model.norm.forward.__func__ is Doubled.forward
+
+    def test_convolution_of_another_family_comes_back(self, kernel_folder):
+        """Mamba has the same short convolution under the same name, so `register` serves it, with the same numbers."""
+        torch.manual_seed(0)
+        mamba = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4)).eval()
+        convolution = functions_of(type(mamba).__module__)["causal_conv1d_fn"]
+        ids = token_ids(2, 20)
+        expected = mamba(ids).logits
+        flashqla_hub.register(kernel_folder)
+        mamba.set_use_kernels(True)
+        assert serving.is_ours(convolution)
+        torch.testing.assert_close(mamba(ids).logits, expected, rtol=1e-4, atol=1e-6)
+        flashqla_hub.unregister()
+        assert not serving.is_ours(convolution)
 
     def test_twice_or_without_register_does_nothing(self):
         flashqla_hub.unregister()
