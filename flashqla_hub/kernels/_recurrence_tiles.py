@@ -16,6 +16,8 @@ HALVES = ("low", "high")  # of the value rows
 class Tiles(Group):
     """Shared memory. `row_scale` is the decay since the chunk's start times 1 / |k| (read) and scale / |q| (out)."""
 
+    suffix = "_smem"
+
     def __init__(self, dtype):
         self.q = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
         self.k = T.alloc_shared((STAGES + 1, CHUNK, HEAD_DIM), dtype)
@@ -45,6 +47,8 @@ class Barriers(Group):
 class StateRegisters(Group):
     """Of the two state warpgroups, 64 value rows each; the state is transposed, [V, K]."""
 
+    suffix = "_frag"
+
     def __init__(self, dtype):
         self.S = T.alloc_fragment((HEAD_DIM, HEAD_DIM), "float32")
         self.S_in = T.alloc_fragment((HEAD_DIM, HEAD_DIM), dtype)
@@ -58,6 +62,8 @@ class StateRegisters(Group):
 
 class ScoreRegisters(Group):
     """Of the score warpgroup."""
+
+    suffix = "_frag"
 
     def __init__(self, dtype):
         self.score = T.alloc_fragment((CHUNK, CHUNK), "float32")

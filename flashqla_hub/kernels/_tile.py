@@ -11,19 +11,25 @@ linear = tilelang.layout.make_linear_layout
 
 
 class Group:
-    """Buffers as attributes of one object; each is named after its attribute in the generated source."""
+    """Buffers as attributes of one object, each named after its attribute in the generated source.
+
+    `suffix` keeps a tile apart from a tensor of the same name: of equal names the compiler renames one or the other, as
+    chance has it, and the source would not be the same every time.
+    """
+
+    suffix = ""
 
     def __setattr__(self, name, value):
-        _name(name, value)
+        _name(name, value, self.suffix)
         object.__setattr__(self, name, value)
 
 
-def _name(name, value):
+def _name(name, value, suffix):
     if isinstance(value, list):
         for index, part in enumerate(value):
-            _name(f"{name}_{index}", part)
+            _name(f"{name}_{index}", part, suffix)
     else:
-        IRBuilder.name(name, value)
+        IRBuilder.name(name + suffix, value)
 
 
 @T.macro

@@ -50,6 +50,8 @@ LINES = WARP // EIGHT  # rows of 128 bytes that a warp writes at once
 class Tiles(Group):
     """Shared memory: the keys, K K^T as float16 and its diagonal blocks, one solve a side, gates of two rounds."""
 
+    suffix = "_smem"
+
     def __init__(self, dtype):
         padded, gates = CHUNK + FACTOR.row_padding, (2, SIDES, CHUNK)
         self.k = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
@@ -131,12 +133,12 @@ def multiply_keys(t, KK, use_l2norm, thread):
 def write_row(dtype, t, tile, scale, operand, slot, head, row, column):
     """Eight entries of a row of the operand."""
     entry, out = T.alloc_local((EIGHT,), "float16"), T.alloc_local((EIGHT,), dtype)
-    norm = T.alloc_var("float32")
-    norm = t.norm[row]
+    row_norm = T.alloc_var("float32")
+    row_norm = t.norm[row]
     for e in T.vectorized(EIGHT):
         entry[e] = tile[row, column + e]
     for e in T.unroll(EIGHT):
-        out[e] = T.cast(T.cast(entry[e], "float32") * scale[e] * norm, dtype)
+        out[e] = T.cast(T.cast(entry[e], "float32") * scale[e] * row_norm, dtype)
     for e in T.vectorized(EIGHT):
         operand[slot, head, row, column + e] = out[e]
 
