@@ -52,10 +52,10 @@ def repository(kernel_folder, tmp_path) -> Path:
 
 
 @pytest.fixture
-def sm90_name() -> str:
-    """The one name that has a CUDA kernel."""
-    (name,) = mapping.SM90_KERNELS
-    return name
+def sm90_name(monkeypatch) -> str:
+    """As if chunk_gated_delta_rule had a CUDA kernel."""
+    monkeypatch.setattr(mapping, "SM90_KERNELS", ("chunk_gated_delta_rule",))
+    return "chunk_gated_delta_rule"
 
 
 def is_variant(path: Path) -> bool:
@@ -247,6 +247,7 @@ class TestCuda:
     @pytest.mark.parametrize(
         ("device", "capability", "words"),
         [
+            ("cuda", (9, 0), "nothing for CUDA yet"),
             ("mps", None, "serves cpu and cuda, not mps"),
         ],
     )
