@@ -7,17 +7,20 @@
 PYTHON3 ?= python3
 VENV ?= .venv
 FLOOR_VENV ?= .venv-floor
+BUILD_VENV ?= .venv-build
 
 in_venv = $(if $(1),$(1)/bin/python,$(PYTHON3))
 stamp = $(if $(1),$(1)/.installed-$(shell cksum < requirements/$(2).txt | cut -d' ' -f1))
 
 PYTHON = $(call in_venv,$(VENV))
 FLOOR_PYTHON = $(call in_venv,$(FLOOR_VENV))
+BUILD_PYTHON = $(call in_venv,$(BUILD_VENV))
 MAIN_STAMP = $(call stamp,$(VENV),main)
 FLOOR_STAMP = $(call stamp,$(FLOOR_VENV),floor)
+BUILD_STAMP = $(call stamp,$(BUILD_VENV),build)
 PYTEST_ARGS ?=
 
-.PHONY: help demo test test-floor check build lint format
+.PHONY: help demo test test-floor test-build check build lint format
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
@@ -31,6 +34,10 @@ test: $(MAIN_STAMP)
 # The tests of what depends on the versions of transformers and kernels, on the oldest supported pair.
 test-floor: $(FLOOR_STAMP)
 	$(FLOOR_PYTHON) -m pytest tests/transformers tests/trainer tests/hub $(PYTEST_ARGS)
+
+# The tests of what is compiled: gates, bytes, launches against a fake driver. With the compilers, without a GPU.
+test-build: $(BUILD_STAMP)
+	$(BUILD_PYTHON) -m pytest tests/compile tests/launch $(PYTEST_ARGS)
 
 build: $(MAIN_STAMP)
 	$(PYTHON) -m flashqla_hub build
@@ -49,7 +56,7 @@ format: $(MAIN_STAMP)
 define install
 	$(PYTHON3) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed; set PYTHON3=<path>.")'
 	$(PYTHON3) -m venv $(1)
-	$(1)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/$(2).txt
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(foreach name,$(2),-r requirements/$(name).txt)
 	rm -f $(1)/.installed-*
 	touch $@
 endef
@@ -57,6 +64,11 @@ endef
 ifneq ($(VENV),)
 $(MAIN_STAMP): requirements/main.txt
 	$(call install,$(VENV),main)
+endif
+
+ifneq ($(BUILD_VENV),)
+$(BUILD_STAMP): requirements/build.txt requirements/main.txt
+	$(call install,$(BUILD_VENV),main build)
 endif
 
 ifneq ($(FLOOR_VENV),)

@@ -27,9 +27,11 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("flashqla_hub.demo", "demo_command", "Fine-tune a small Qwen3.5 on the kernel."),
     "build": Command("flashqla_hub.package.build", "build_command", "Assemble build/ from the sources."),
+    "compile": Command("flashqla_hub.compile.command", "compile_command", "Compile the TileLang kernels for SM90."),
     "check": Command("flashqla_hub.package.check", "check_command", "Check a kernel repository against every rule."),
     "publish": Command("flashqla_hub.package.publish", "publish_command", "Show, or make, the changes on the Hub."),
     "download": Command("flashqla_hub.package.download", "download_command", "Fill the cache for offline use."),
+    "bench": Command("flashqla_hub.bench.command", "bench_command", "Time the kernel beside its peers on a GPU."),
 }
 
 

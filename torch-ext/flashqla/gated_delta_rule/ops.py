@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix, ops
 from ..checks import check_cu_seqlens_values
-from . import capability, torch_path, validation
+from . import capability, sm90_path, torch_path, validation
 
 FORWARD = "gated_delta_rule_fwd"
 BACKWARD = "gated_delta_rule_bwd"
@@ -31,7 +31,11 @@ def gated_delta_rule_fwd(
     save_for_backward: bool,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """o [B, T, HV, V], final state [N, HV, K, V], and residuals for the backward (empty unless asked for)."""
-    _before_torch_path(q, k, v, g, beta, cu_seqlens)
+    _check_bounds(cu_seqlens, q)
+    unsupported = capability.explain_unsupported(q, k, v, g, beta)
+    if unsupported is None:
+        return sm90_path.forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm)
+    _notice_on_cuda("chunk_gated_delta_rule", unsupported, q)
     with torch.autocast(q.device.type, enabled=False):
         return torch_path.forward(
             q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, save_for_backward
@@ -54,7 +58,8 @@ def gated_delta_rule_bwd(
     chunk_size: int,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, beta in their dtypes and of the initial state in the dtype of the final state."""
-    _before_torch_path(q, k, v, g, beta, cu_seqlens)
+    _check_bounds(cu_seqlens, q)
+    _notice_on_cuda("the backward of chunk_gated_delta_rule", "it has no SM90 kernel yet", q)
     validation.check_residuals(residuals, torch_path.residual_shape(q, v, cu_seqlens, chunk_size))
     with torch.autocast(q.device.type, enabled=False):
         return torch_path.backward(
@@ -62,11 +67,14 @@ def gated_delta_rule_bwd(
         )
 
 
-def _before_torch_path(q, k, v, g, beta, cu_seqlens) -> None:
+def _check_bounds(cu_seqlens: Optional[Tensor], q: Tensor) -> None:
     if cu_seqlens is not None:
         check_cu_seqlens_values(cu_seqlens, q.shape[1])
+
+
+def _notice_on_cuda(name: str, reason: str, q: Tensor) -> None:
     if q.is_cuda:
-        capability.notice_torch_path("chunk_gated_delta_rule", capability.explain_unsupported(q, k, v, g, beta))
+        capability.notice_torch_path(name, reason)
 
 
 def _state_shape(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> list:
@@ -80,7 +88,8 @@ def _contiguous(x: Tensor) -> Tensor:
 
 def _forward_fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, save_for_backward):
     dtype = torch_path.compute_dtype(q)
-    residuals = torch_path.residual_shape(q, v, cu_seqlens, chunk_size) if save_for_backward else [0]
+    keeps = save_for_backward and capability.explain_unsupported(q, k, v, g, beta) is not None
+    residuals = torch_path.residual_shape(q, v, cu_seqlens, chunk_size) if keeps else [0]
     state = q.new_empty(_state_shape(q, v, cu_seqlens), dtype=dtype)
     return _contiguous(v), state, q.new_empty(residuals, dtype=dtype)
 
@@ -98,13 +107,20 @@ def _refuse_double_backward(ctx, *grads):
 
 
 def define(setup_context, backward) -> bool:
-    """Define both ops with shapes and autograd unless another copy of this build has; True if they were new."""
+    """Define both ops with shapes and autograd unless another copy of this build has; True if they were new.
+
+    Not through `torch.library.custom_op`: its wrapper imports torch._dynamo at the first call, which takes seconds.
+    """
     if hasattr(ops, FORWARD):
         return False
-    forward_op = torch.library.custom_op(add_op_namespace_prefix(FORWARD), gated_delta_rule_fwd, mutates_args=())
-    forward_op.register_fake(_forward_fake)
-    forward_op.register_autograd(backward, setup_context=setup_context)
-    backward_op = torch.library.custom_op(add_op_namespace_prefix(BACKWARD), gated_delta_rule_bwd, mutates_args=())
-    backward_op.register_fake(_backward_fake)
-    backward_op.register_autograd(_refuse_double_backward)
+    _define(FORWARD, gated_delta_rule_fwd, _forward_fake, backward, setup_context)
+    _define(BACKWARD, gated_delta_rule_bwd, _backward_fake, _refuse_double_backward, None)
     return True
+
+
+def _define(name: str, function, fake, backward, setup_context) -> None:
+    schema = torch.library.infer_schema(function, mutates_args=())
+    torch.library.define(add_op_namespace_prefix(name), schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(add_op_namespace_prefix(name), "default", function)
+    torch.library.register_fake(add_op_namespace_prefix(name), fake)
+    torch.library.register_autograd(add_op_namespace_prefix(name), backward, setup_context=setup_context)

@@ -89,7 +89,10 @@ def backward(
     use_qk_l2norm: bool,
     chunk_size: int,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, g, beta in their dtypes, and of the initial state [N, HV, K, V] in the computing dtype."""
+    """Gradients of q, k, v, g, beta in their dtypes, and of the initial state [N, HV, K, V] in the computing dtype.
+
+    Empty `residuals` are recomputed, which costs another forward.
+    """
     chunks = make_chunks(q.shape[0], q.shape[1], cu_seqlens, chunk_size)
     like = q.new_zeros(0, dtype=compute_dtype(q))
     shape = (v.shape[2], q.shape[3], v.shape[3])
@@ -97,6 +100,8 @@ def backward(
     dfinal, dinitial = (chunks.state_table(dht, shape, like) for _ in range(2))
     dstate = like.new_zeros(chunks.lanes * shape[0], *shape[1:])
     grads = [chunks.zeros_like(x) for x in (q, k, v, g, beta)]
+    if residuals.numel() == 0:
+        residuals = _slab_states(chunks, q, k, v, g, beta, scale, use_qk_l2norm, dstate, initial)
     for slab, (start, stop) in reversed(list(enumerate(_slabs(chunks, *shape)))):
         f = _factors(chunks, q, k, v, g, beta, scale, use_qk_l2norm, start, stop)
         states, new, _ = _scan(chunks, f, residuals[slab], start, initial, None)
@@ -133,6 +138,16 @@ def _slabs(chunks: Chunks, value_heads: int, dim_k: int, dim_v: int) -> List[Tup
         return []
     step = plan.slab_chunks(lane_heads)
     return [(start, min(start + step, chunks.count)) for start in range(0, chunks.count, step)]
+
+
+def _slab_states(chunks, q, k, v, g, beta, scale, use_qk_l2norm, state, initial) -> List[Tensor]:
+    """The state at the start of each slab, for a forward that kept none."""
+    states = []
+    for start, stop in _slabs(chunks, v.shape[2], q.shape[3], v.shape[3]):
+        states.append(state)
+        f = _factors(chunks, q, k, v, g, beta, scale, use_qk_l2norm, start, stop)
+        _, _, state = _scan(chunks, f, state, start, initial, None)
+    return states
 
 
 def _l2_norm(x: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Benchmarks of the kernel beside its peers: rows, inputs, timing, records."""

@@ -1,0 +1,64 @@
+"""Rows of the benchmark: head counts and sequence lengths, with the names used in records."""
+
+import re
+from dataclasses import dataclass
+
+GATES = ("bench", "zero", "decay", "trained")
+
+# Uneven lengths behind the names of FlashQLA's own benchmark.
+NAMED_LENGTHS = {
+    "8192_8seq": (161, 1928, 3157, 563, 1244, 229, 177, 733),
+    "8192_4seq": (5809, 1244, 406, 733),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape: key heads, value heads, and packed sequences by name.
+
+    Names: `1x32768` is one sequence of 32768 tokens; `8192x4` is four sequences of 8192; `28672+4096` is two; `8192_8seq`
+    names a fixed list.
+    """
+
+    hk: int
+    hv: int
+    seqs: str
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        if self.seqs in NAMED_LENGTHS:
+            return NAMED_LENGTHS[self.seqs]
+        if match := re.fullmatch(r"1x(\d+)", self.seqs):
+            return (int(match[1]),)
+        if match := re.fullmatch(r"(\d+)x(\d+)", self.seqs):
+            return (int(match[1]),) * int(match[2])
+        if re.fullmatch(r"\d+(\+\d+)*", self.seqs):
+            return tuple(int(length) for length in self.seqs.split("+"))
+        raise ValueError(
+            f"seqs is {self.seqs!r}; it must look like 1x32768, 8192x4 or 28672+4096, or be one of {', '.join(NAMED_LENGTHS)}."
+        )
+
+    @property
+    def name(self) -> str:
+        return f"{self.hk},{self.hv}:{self.seqs}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Row":
+        """`16,64:8192x4` -> Row(16, 64, "8192x4")."""
+        match = re.fullmatch(r"(\d+),(\d+):(\S+)", text)
+        if match is None:
+            raise ValueError(f"row is {text!r}; it must be HK,HV:SEQS, for example 16,64:8192x4.")
+        row = cls(int(match[1]), int(match[2]), match[3])
+        if row.hk == 0 or row.hv % row.hk:
+            raise ValueError(f"row is {text!r}; value heads must be a multiple of key heads.")
+        _ = row.lengths
+        return row
+
+
+def shortened(row: Row, max_tokens: int) -> tuple[int, ...]:
+    """Lengths of the row cut to at most `max_tokens` in all, in proportion and unround, for the correctness gate."""
+    total = sum(row.lengths)
+    if total <= max_tokens:
+        return row.lengths
+    lengths = [max(1, length * max_tokens // total) for length in row.lengths[:max_tokens]]
+    return tuple(length - (length > 100 and i % 2 == 0) for i, length in enumerate(lengths))

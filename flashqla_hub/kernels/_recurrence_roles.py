@@ -1,0 +1,281 @@
+"""What each warp role of the recurrence kernel does; the page that binds them is `recurrence.py`."""
+
+import tilelang.language as T
+
+from ._recurrence_tiles import DECAYED_KEYS, SLOTS, STAGES, phase, phase_before
+from ._sm90 import (
+    CHUNK,
+    HEAD_DIM,
+    ITEM_CHUNKS,
+    ITEM_FIRST_SLOT,
+    ITEM_FIRST_TOKEN,
+    ITEM_HEAD,
+    ITEM_LAST_ROWS,
+    L2NORM_EPS,
+    RECURRENCE,
+    VALUE_TILE,
+    VANISHING,
+    WARP,
+    WARPGROUP,
+    WARPS_PER_GROUP,
+)
+from ._tile import arrive, fraction, is_factored, wait
+
+BY_ROWS = T.GemmWarpPolicy.FullRow  # each state warpgroup takes 64 value rows
+STATE_THREADS = RECURRENCE.state.warps * WARP
+EIGHT = 8  # 16-bit values of a 16-byte access
+READ, OUT = 0, 1  # rows of row_scale
+TURN = 1  # named barriers 1 and 2 say whose turn the tensor cores are; the score warpgroup meets at 3
+MEETING = 3
+
+
+@T.macro
+def load_state(S, matrix, initial, has_initial, value_stride, key_stride):
+    T.clear(S)
+    if has_initial != 0:
+        for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+            S[a, c] = initial[matrix, a * value_stride + c * key_stride]
+
+
+@T.macro
+def store_state(S, matrix, final, write_final, value_stride, key_stride):
+    if write_final != 0:
+        for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+            final[matrix, a * value_stride + c * key_stride] = S[a, c]
+
+
+@T.macro
+def take_turn(half):
+    """Waits for the other state warpgroup to have issued its products; ping-pong saved 6 to 8 % of the cycles."""
+    T.sync_threads(TURN + half, STATE_THREADS)
+
+
+@T.macro
+def give_turn(half):
+    T.named_barrier_arrive(TURN + 1 - half, STATE_THREADS)
+
+
+@T.macro
+def scale_outputs(t, r, slot):
+    for a, c in T.Parallel(HEAD_DIM, CHUNK):
+        r.O[a, c] *= t.row_scale[slot, OUT, c]
+
+
+@T.macro
+def keep_state(thread, t, b, r, chunks):
+    """State and outputs of 64 value rows, the state in registers from the first chunk to the last."""
+    half = thread // WARPGROUP
+    if half == 1:
+        give_turn(half)
+    for i in T.serial(chunks):
+        stage, slot = i % STAGES, i % SLOTS
+        T.copy(r.S, r.S_in)
+        wait(b.scores_ready, slot, phase(i, SLOTS))
+        take_turn(half)
+        T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+        give_turn(half)
+        if slot == 0:
+            T.copy(t.v[0], r.v)
+        else:
+            T.copy(t.v[1], r.v)
+        T.wait_wgmma(0)
+        for a, c in T.Parallel(HEAD_DIM, CHUNK):
+            r.Z[a, c] = r.v[c, a] - r.W[a, c] * t.row_scale[slot, READ, c]
+        arrive(b.values_free, slot, thread)
+        T.wgmma_gemm(r.Z, t.operand[slot, :, :], r.W, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+        for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+            r.S[a, c] *= t.chunk_decay[slot]
+        T.wait_wgmma(0)
+        T.copy(r.W, r.N)
+        take_turn(half)
+        T.wgmma_gemm(r.N, t.k[t.write_stage[slot], :, :], r.S, policy=BY_ROWS)
+        T.wgmma_gemm(r.S_in, t.q[stage, :, :], r.O, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+        if t.write_stage[slot] != DECAYED_KEYS:  # factored: the scores carry the inverse of the outputs' scale
+            T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
+            give_turn(half)
+            T.wait_wgmma(0)
+            scale_outputs(t, r, slot)
+        else:
+            give_turn(half)
+            T.wait_wgmma(0)
+            scale_outputs(t, r, slot)
+            T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
+            T.wait_wgmma(0)
+        arrive(b.scores_free, slot, thread)
+        arrive(b.tokens_free, stage, thread)
+        for a, c in T.Parallel(HEAD_DIM, CHUNK):
+            r.o[c, a] = r.O[a, c]
+        if slot == 0:
+            T.copy(r.o, t.o[0])
+        else:
+            T.copy(r.o, t.o[1])
+        T.fence_proxy_async()
+        arrive(b.output_ready, half * SLOTS + slot, thread)
+    if half == 0:
+        take_turn(half)
+
+
+@T.macro
+def query_scale(dtype, t, stage, row, part, scale, use_l2norm, q_scale):
+    """scale, or scale / |q|; a pair of lanes has a query, and each sums half of its squares."""
+    packed, squares = T.alloc_local((EIGHT,), dtype), T.alloc_local((4,), "float32")
+    q_scale[0] = scale
+    if use_l2norm != 0:
+        for e in T.unroll(4):
+            squares[e] = L2NORM_EPS / 8
+        for turn in T.serial(2):
+            for step in T.unroll(4):
+                group = (turn * 4 + step) ^ (part * 4)  # the two lanes of a pair read different banks
+                for e in T.vectorized(EIGHT):
+                    packed[e] = t.q[stage, row, part * (HEAD_DIM // 2) + group * EIGHT + e]
+                for e in T.unroll(EIGHT):
+                    squares[e % 4] += T.cast(packed[e], "float32") * T.cast(packed[e], "float32")
+        squares[0] = (squares[0] + squares[1]) + (squares[2] + squares[3])
+        q_scale[0] = scale * T.rsqrt(squares[0] + T.shfl_xor(squares[0], 1))
+
+
+@T.macro
+def gate_scores(t, r, stage, warp, lane, last):
+    """Scores with scale / |q| and the decay from each earlier token; see `factor.py` for the fraction."""
+    for e in T.unroll(CHUNK // WARP):
+        column = e * WARP + lane
+        t.column_decay[warp, column] = t.decay[stage, column] + fraction(last - t.decay[stage, column])
+    T.sync_warp()
+    for a in T.Parallel(CHUNK):
+        r.row_factor[a] = t.score_scale[a]
+    for a in T.Parallel(CHUNK):
+        r.row_decay[a] = t.decay[stage, a]
+    for c in T.Parallel(CHUNK):
+        r.column_decay[c] = t.column_decay[warp, c]
+    for a, c in T.Parallel(CHUNK, CHUNK):
+        since = T.Select(a >= c, r.row_decay[a] - r.column_decay[c], VANISHING)
+        r.out[a, c] = T.Select(a >= c, r.score[a, c] * r.row_factor[a], 0.0) * T.exp2(since)
+
+
+@T.macro
+def decay_keys(dtype, t, stage, warp, lane):
+    """Keys times the whole powers of two of their decay to the chunk's end, which is exact; a warp has 16 rows."""
+    for pair in T.unroll(EIGHT):
+        row = warp * (CHUNK // WARPS_PER_GROUP) + 2 * pair + lane // 16
+        for e in T.vectorized(EIGHT):
+            column = (lane % 16) * EIGHT + e
+            t.k[DECAYED_KEYS, row, column] = t.k[stage, row, column] * T.cast(t.key_scale[row], dtype)
+
+
+@T.macro
+def clear_tail(dtype, t, stage, slot, rows):
+    """Zeros in the rows of k and v that belong to no token of this sequence, whatever was loaded there."""
+    for a, c in T.Parallel(CHUNK, HEAD_DIM):
+        if a >= rows:
+            t.k[stage, a, c] = T.cast(0, dtype)
+    if slot == 0:
+        for a, c in T.Parallel(CHUNK, HEAD_DIM):
+            if a >= rows:
+                t.v[0][a, c] = T.cast(0, dtype)
+    else:
+        for a, c in T.Parallel(CHUNK, HEAD_DIM):
+            if a >= rows:
+                t.v[1][a, c] = T.cast(0, dtype)
+    T.sync_threads(MEETING, WARPGROUP)
+
+
+@T.macro
+def form_scores(thread, dtype, t, b, r, item, scale, use_l2norm):
+    """Q K^T with its mask and gates, and the scales of the chunk; then says that all of the chunk is there."""
+    lane, warp = thread % WARP, (thread - STATE_THREADS) // WARP
+    row, part = (thread - STATE_THREADS) // 2, thread % 2
+    q_scale = T.alloc_local((1,), "float32")
+    decay, last, since = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
+    for i in T.serial(item[ITEM_CHUNKS]):
+        stage, slot = i % STAGES, i % SLOTS
+        wait(b.tokens_ready, stage, phase(i, STAGES))
+        T.wgmma_gemm(t.q[stage, :, :], t.k[stage, :, :], r.score, transpose_B=True, clear_accum=True)
+        query_scale(dtype, t, stage, row, part, scale, use_l2norm, q_scale)
+        decay = t.decay[stage, row]
+        last = t.decay[stage, CHUNK - 1]
+        factored = is_factored(dtype, last, t.decay[stage, lane], t.decay[stage, lane + WARP])
+        since = T.exp2(decay)
+        wait(b.scores_free, slot, phase_before(i, SLOTS))
+        t.row_scale[slot, part, row] = since * T.Select(part == READ, t.key_norm[stage, row], q_scale[0])
+        if part == 0:
+            t.score_scale[row] = q_scale[0]
+            t.key_scale[row] = T.exp2(T.floor(last - decay))
+        if row == CHUNK - 1:
+            if part == 0:
+                t.chunk_decay[slot] = since
+                t.write_stage[slot] = T.Select(factored != 0, stage, DECAYED_KEYS)
+        T.sync_warp()
+        T.wait_wgmma(0)
+        if factored != 0:
+            growth = T.exp2(-last)
+            for a, c in T.Parallel(CHUNK, CHUNK):
+                r.out[a, c] = T.Select(a >= c, r.score[a, c] * growth, 0.0)
+        else:
+            gate_scores(t, r, stage, warp, lane, last)
+        T.copy(r.out, t.scores[slot, :, :])
+        wait(b.values_ready, slot, phase(i, SLOTS))
+        if i == item[ITEM_CHUNKS] - 1:
+            if item[ITEM_LAST_ROWS] < CHUNK:
+                clear_tail(dtype, t, stage, slot, item[ITEM_LAST_ROWS])
+        if factored == 0:
+            if i > 0:  # one place for decayed keys: the chunk before must be through with it
+                wait(b.scores_free, 1 - slot, phase(i - 1, SLOTS))
+            decay_keys(dtype, t, stage, warp, lane)
+        T.fence_proxy_async()
+        arrive(b.tokens_free, stage, thread)
+        wait(b.output_free, slot, phase_before(i, SLOTS))
+        arrive(b.scores_ready, slot, thread)
+
+
+@T.macro
+def load_tokens(thread, t, b, item, key_head, q, k, decay, key_norm):
+    for i in T.serial(item[ITEM_CHUNKS]):
+        stage = i % STAGES
+        token, chunk = item[ITEM_FIRST_TOKEN] + i * CHUNK, item[ITEM_FIRST_SLOT] + i
+        wait(b.tokens_free, stage, phase_before(i, STAGES))
+        T.tma_copy(k[token : token + CHUNK, key_head, :], t.k[stage, :, :], barrier=b.tokens_ready[stage])
+        T.tma_copy(q[token : token + CHUNK, key_head, :], t.q[stage, :, :], barrier=b.tokens_ready[stage])
+        T.tma_copy(decay[chunk, item[ITEM_HEAD], :], t.decay[stage, :], barrier=b.tokens_ready[stage])
+        T.tma_copy(key_norm[chunk, key_head, :], t.key_norm[stage, :], barrier=b.tokens_ready[stage])
+        arrive(b.tokens_ready, stage, thread)
+
+
+@T.macro
+def load_values(thread, t, b, item, v, operand):
+    for i in T.serial(item[ITEM_CHUNKS]):
+        slot = i % SLOTS
+        token, chunk, head = item[ITEM_FIRST_TOKEN] + i * CHUNK, item[ITEM_FIRST_SLOT] + i, item[ITEM_HEAD]
+        wait(b.values_free, slot, phase_before(i, SLOTS))
+        if slot == 0:
+            T.tma_copy(v[token : token + CHUNK, head, :], t.v[0], barrier=b.values_ready[0])
+        else:
+            T.tma_copy(v[token : token + CHUNK, head, :], t.v[1], barrier=b.values_ready[1])
+        wait(b.scores_free, slot, phase_before(i, SLOTS))
+        T.tma_copy(operand[chunk, head, :, :], t.operand[slot, :, :], barrier=b.values_ready[slot])
+        arrive(b.values_ready, slot, thread)
+
+
+@T.macro
+def store_tile(lane, tile, o, token, head, column, rows):
+    """64 columns of an output tile; a chunk that ends within the tile is stored row by row."""
+    if rows == CHUNK:
+        T.tma_copy(tile[:, column : column + VALUE_TILE], o[token : token + CHUNK, head, column : column + VALUE_TILE])
+        T.tma_store_wait(0)
+    else:
+        for a in T.serial(rows):
+            for e in T.vectorized(2):
+                o[token + a, head, column + 2 * lane + e] = tile[a, column + 2 * lane + e]
+
+
+@T.macro
+def store_outputs(half, thread, t, b, item, o):
+    for i in T.serial(item[ITEM_CHUNKS]):
+        slot = i % SLOTS
+        rows = T.if_then_else(i == item[ITEM_CHUNKS] - 1, item[ITEM_LAST_ROWS], CHUNK)
+        token = item[ITEM_FIRST_TOKEN] + i * CHUNK
+        wait(b.output_ready, half * SLOTS + slot, phase(i, SLOTS))
+        if slot == 0:
+            store_tile(thread % WARP, t.o[0], o, token, item[ITEM_HEAD], half * VALUE_TILE, rows)
+        else:
+            store_tile(thread % WARP, t.o[1], o, token, item[ITEM_HEAD], half * VALUE_TILE, rows)
+        arrive(b.output_free, slot, thread)

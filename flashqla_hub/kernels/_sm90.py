@@ -1,0 +1,132 @@
+"""Sizes, warp roles, register budgets, barrier counts and shared memory of the SM90 kernels, as plain arithmetic.
+
+Nothing here imports TileLang: tests compare these numbers with the limits of the chip, and the kernels take every count
+from here, so that a role that gains a warp changes its barriers in one place.
+"""
+
+from dataclasses import dataclass
+
+WARP = 32
+WARPGROUP = 4 * WARP
+WARPS_PER_GROUP = WARPGROUP // WARP
+
+CHUNK = 64  # tokens of a step
+HEAD_DIM = 128  # K = V
+VALUE_TILE = 64  # value rows of a state warpgroup: the M of a wgmma
+SOLVE_BLOCK = 16  # edge of a block of the chunk's triangular system: the M and K of an mma.sync
+
+REGISTER_FILE = 64 * 1024  # 32-bit registers of an SM
+REGISTER_STEP = 8  # setmaxnreg takes multiples of it
+SHARED_MEMORY = 227 * 1024  # bytes that one block may have
+SHARED_MEMORY_OF_SM = 228 * 1024
+SHARED_MEMORY_OVERHEAD = 2 * 1024  # per block: the driver's part, and the barriers with their alignment
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
+
+ITEM_WORDS = 8  # int32 words of a work item; the last two are unused
+ITEM_SEQUENCE, ITEM_HEAD, ITEM_FIRST_TOKEN, ITEM_FIRST_SLOT, ITEM_CHUNKS, ITEM_LAST_ROWS = range(6)
+CHUNK_WORDS = 4  # int32 words of a chunk record; the last is unused
+CHUNK_FIRST_TOKEN, CHUNK_ROWS, CHUNK_SEQUENCE = range(3)
+
+L2NORM_EPS = 1e-6  # inside the root
+
+VANISHING = -1000.0
+"""log2 of a decay that is zero in float32."""
+
+STRONGEST_GATE = -150.0
+"""log2 of the strongest decay of one token that is told apart from zero: 2^-150 rounds to zero in float32, so a stronger
+gate acts the same. The bound keeps the sum of 64 gates exact to 2^-11, where one of -1e30 or -inf would swallow the rest."""
+
+FACTORED_RANGE = {"bfloat16": 80.0, "float16": 8.0}
+"""Largest |log2 decay| from the chunk's last token back to any other, and to the chunk's start, for which decay[t, s] is
+split into a factor of t and one of s. The factors pass through operands of the given dtype: 2^80 leaves bfloat16 room for
+|q||k| up to 2^40 and for values down to 2^-40; 2^8 is what float16 has to spare."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """A warp role: its warps, and the registers of each of their threads."""
+
+    warps: int
+    registers: int
+
+
+@dataclass(frozen=True)
+class RecurrenceLayout:
+    """Roles, barriers and tiles of the recurrence kernel (`recurrence.py`)."""
+
+    stages: int = 3  # chunks of q, k, decay and key norms in flight; two cost 7 % (docs/design/2026-11-29-forward.md)
+    slots: int = 2  # chunks of v, operand, scores and outputs in flight
+    state: Role = Role(2 * WARPS_PER_GROUP, 176)
+    scores: Role = Role(WARPS_PER_GROUP, 128)
+    movers: Role = Role(WARPS_PER_GROUP, 32)  # two loaders and two storers, a warp each
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return self.state, self.scores, self.movers
+
+    @property
+    def threads(self) -> int:
+        return sum(role.warps for role in self.roles) * WARP
+
+    @property
+    def registers(self) -> int:
+        return sum(role.warps * WARP * role.registers for role in self.roles)
+
+    @property
+    def arrivals(self) -> dict[str, int]:
+        """Arrivals that complete a phase: one for a loader, whose bytes count beside it, else one a warp."""
+        state, half = self.state.warps, self.state.warps // 2
+        return {
+            "tokens_ready": 1,
+            "tokens_free": state + self.scores.warps,
+            "values_ready": 1,
+            "values_free": state,
+            "scores_ready": self.scores.warps,
+            "scores_free": state,
+            "output_ready": half,  # each half of the value rows is stored by a warp of its own
+            "output_free": 2,
+        }
+
+    @property
+    def barrier_slots(self) -> dict[str, int]:
+        """Barriers of each name: one a stage or slot, and for finished outputs one a half and slot."""
+        names = dict.fromkeys(self.arrivals, self.slots)
+        return names | {"tokens_ready": self.stages, "tokens_free": self.stages, "output_ready": 2 * self.slots}
+
+    def shared_memory(self, dtype: str) -> int:
+        """Bytes of all tiles, before alignment."""
+        wide, square = CHUNK * HEAD_DIM * BYTES[dtype], CHUNK * CHUNK * BYTES[dtype]
+        row = CHUNK * BYTES["float32"]
+        staged = self.stages * (2 * wide + 2 * row)  # q, k, decay, key_norm
+        decayed_keys = wide
+        slotted = self.slots * (2 * wide + 2 * square + 2 * row + BYTES["float32"] + BYTES["int32"])
+        scratch = (2 + self.scores.warps) * row
+        return staged + decayed_keys + slotted + scratch
+
+
+@dataclass(frozen=True)
+class FactorLayout:
+    """Threads and shared memory of the factor kernel (`factor.py`), of which an SM holds several blocks."""
+
+    sides: int = 2  # value heads in flight
+    warps_per_side: int = 2
+    blocks_per_sm: int = 4
+    row_padding: int = 8  # halves: rows of 144 bytes put the eight rows of a matrix load in different banks
+    block_padding: int = 4  # floats: rows of 80 bytes, and the room to shift every other block by 16 (see `skew`)
+
+    @property
+    def threads(self) -> int:
+        return self.sides * self.warps_per_side * WARP
+
+    def shared_memory(self, dtype: str) -> int:
+        """Bytes of all tiles, before alignment."""
+        keys = CHUNK * HEAD_DIM * BYTES[dtype]
+        square = CHUNK * (CHUNK + self.row_padding) * BYTES["float16"]
+        blocks = CHUNK * (SOLVE_BLOCK + self.block_padding) * BYTES["float32"]
+        gates = 2 * self.sides * (CHUNK * (4 * BYTES["float32"] + BYTES["float16"]) + BYTES["int32"])
+        return keys + (1 + self.sides) * square + blocks + CHUNK * BYTES["float32"] + gates
+
+
+RECURRENCE = RecurrenceLayout()
+FACTOR = FactorLayout()

@@ -1,0 +1,118 @@
+"""Gated delta rule, forward: outputs and states of one value head of one sequence a block (SM90).
+
+Per chunk of C tokens, with the state S [K, V], G the decay since the chunk's start and A of `factor.py`:
+
+    W = K S                    Z = V - 2^G W                N = A_g Z
+    O = 2^G scale Q S + P N    S <- 2^(G_end) S + (2^(G_end - G) K)^T N
+
+The state stands transposed in registers, 64 value rows in each of two warpgroups, and is the left operand of its products.
+Where the decay within a chunk stays within FACTORED_RANGE, N is formed with its decay to the chunk's end (it is in the
+operand), so that the keys serve as they are, and the scores carry 2^(-G_end): the three last products follow each other and
+one scale, 2^G scale, makes the outputs. Other chunks, such as those with gates of -30 or -inf, keep N without that decay:
+the score warpgroup multiplies the keys by whole powers of two (the fractions are in the operand) and gates the scores pair
+by pair, so that only decays from an earlier to a later token are formed. L2 norms of q and k ride on the scales of rows.
+
+Reads        q k [T, H, 128] · v [T, HV, 128] · operand decay key_norm of `factor.py` · items [N HV, 8] · initial state f32
+Writes       o [T, HV, 128], every row of the sequence · final state f32
+
+Role          threads   registers   per chunk
+state         2 x 128   176         W, Z, N, O and S of 64 value rows
+scores        1 x 128   128         scores, scales, decayed keys; zeros behind the end; announces the chunk
+token loader  1 x 32    32          q, k, decay, key norms, three stages
+value loader  1 x 32    32          v, operand, two slots
+storers       2 x 32    32          64 columns of o each
+
+Barrier          set by            waited on by           arrivals
+tokens_ready     token loader      scores                 1 and the bytes
+tokens_free      state, scores     token loader           8 + 4
+values_ready     value loader      scores                 1 and the bytes
+values_free      state             value loader           8
+scores_ready     scores            state                  4
+scores_free      state             scores, value loader   8
+output_ready     state (a half)    storer of that half    4
+output_free      storers           scores                 2
+named 1 and 2    the other half    a state warpgroup      256, in turn: K S, then the last products
+named 3          scores            scores                 128, in a chunk that ends early
+
+The state warpgroups wait once a chunk, for `scores_ready`: the score warpgroup waits for everything else beforehand.
+"""
+
+import tilelang.language as T
+
+from ._recurrence_roles import (
+    STATE_THREADS,
+    form_scores,
+    keep_state,
+    load_state,
+    load_tokens,
+    load_values,
+    store_outputs,
+    store_state,
+)
+from ._recurrence_tiles import RECURRENCE_PROTOCOL, Barriers, ScoreRegisters, StateRegisters, Tiles
+from ._sm90 import CHUNK, HEAD_DIM, ITEM_CHUNKS, ITEM_HEAD, ITEM_SEQUENCE, ITEM_WORDS, RECURRENCE, WARP, WARPGROUP
+from ._tile import swizzled, transposed_fragment
+
+PROTOCOL = RECURRENCE_PROTOCOL
+MOVERS = STATE_THREADS + WARPGROUP  # first thread of the loaders and storers
+
+
+def build_recurrence(dtype):
+    """The prim_func for q, k, v of `dtype`; arguments in README.md."""
+    tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
+    chunk_slots, item_count, matrices = T.dynamic("chunk_slots"), T.dynamic("item_count"), T.dynamic("matrices")
+    q_t, q_h, k_t, k_h, v_t, v_h = (T.dynamic(name, "int64") for name in ("q_t", "q_h", "k_t", "k_h", "v_t", "v_h"))
+
+    @T.prim_func
+    def recurrence(
+        q: T.StridedTensor((tokens, key_heads, HEAD_DIM), (q_t, q_h, 1), dtype),
+        k: T.StridedTensor((tokens, key_heads, HEAD_DIM), (k_t, k_h, 1), dtype),
+        v: T.StridedTensor((tokens, value_heads, HEAD_DIM), (v_t, v_h, 1), dtype),
+        operand: T.Tensor((chunk_slots, value_heads, CHUNK, CHUNK), dtype),
+        decay: T.Tensor((chunk_slots, value_heads, CHUNK), "float32"),
+        key_norm: T.Tensor((chunk_slots, key_heads, CHUNK), "float32"),
+        items: T.Tensor((item_count, ITEM_WORDS), "int32"),
+        initial: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
+        o: T.Tensor((tokens, value_heads, HEAD_DIM), dtype),
+        final: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
+        scale: T.float32,
+        use_l2norm: T.int32,
+        has_initial: T.int32,
+        write_final: T.int32,
+        state_v_first: T.int32,
+    ):
+        with T.Kernel(item_count, threads=RECURRENCE.threads) as block:
+            t, b = Tiles(dtype), Barriers()
+            state, scores = StateRegisters(dtype), ScoreRegisters(dtype)
+            T.annotate_layout(
+                {part: transposed_fragment() for part in (state.v, state.o)}
+                | {tile: swizzled(tile) for tile in (*t.v, *t.o)}
+            )
+            thread = T.get_thread_binding()
+            item, key_head = T.alloc_local((ITEM_WORDS,), "int32"), T.alloc_var("int32")
+            for word in T.unroll(ITEM_WORDS):
+                item[word] = items[block, word]
+            key_head = T.truncdiv(item[ITEM_HEAD], T.truncdiv(value_heads, key_heads))
+            if thread < STATE_THREADS:
+                T.set_max_nreg(RECURRENCE.state.registers, 1)
+                matrix = item[ITEM_SEQUENCE] * value_heads + item[ITEM_HEAD]
+                value_stride = T.Select(state_v_first != 0, HEAD_DIM, 1)
+                key_stride = T.Select(state_v_first != 0, 1, HEAD_DIM)
+                load_state(state.S, matrix, initial, has_initial, value_stride, key_stride)
+                keep_state(thread, t, b, state, item[ITEM_CHUNKS])
+                store_state(state.S, matrix, final, write_final, value_stride, key_stride)
+            elif thread < MOVERS:
+                T.set_max_nreg(RECURRENCE.scores.registers, 0)
+                form_scores(thread, dtype, t, b, scores, item, scale, use_l2norm)
+            else:
+                T.set_max_nreg(RECURRENCE.movers.registers, 0)
+                if thread < MOVERS + WARP:
+                    load_tokens(thread, t, b, item, key_head, q, k, decay, key_norm)
+                elif thread < MOVERS + 2 * WARP:
+                    load_values(thread, t, b, item, v, operand)
+                elif thread < MOVERS + 3 * WARP:
+                    store_outputs(0, thread, t, b, item, o)
+                else:
+                    store_outputs(1, thread, t, b, item, o)
+
+    return recurrence

@@ -1,0 +1,345 @@
+"""sm90_gated_delta_rule_fwd: which kernels it launches, in which order and with which values, and what it refuses."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import TensorMap, launches, op, torch_fake
+
+H, HV = 2, 4
+BFLOAT16, FLOAT16, FLOAT32 = 9, 6, 7  # CU_TENSOR_MAP_DATA_TYPE_*
+L2_PROMOTION_128B = 2
+SWIZZLE_NONE, SWIZZLE_128B = 0, 3
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the op, described so that the process with the fakes can make its tensors."""
+
+    batch: int = 1
+    tokens: int = 300
+    offsets: tuple[int, ...] | None = None
+    offset_dtype: str = "int64"
+    dtype: str = "bfloat16"
+    gate_dtype: str = "float32"
+    initial: str | None = None
+    use_l2norm: bool = False
+    state_v_first: bool = False
+    output_final_state: bool = True
+
+
+def make_arguments(call: Call) -> list[Any]:
+    """q and k are slices of one projection [B, T, 2, H, 128]; v is contiguous."""
+    dtype, shape = getattr(torch, call.dtype), (call.batch, call.tokens)
+    projection = torch.zeros(*shape, 2, H, 128, dtype=dtype)
+    sequences = call.batch if call.offsets is None else len(call.offsets) - 1
+    state = (
+        None if call.initial is None else torch.full((sequences, HV, 128, 128), 3.0, dtype=getattr(torch, call.initial))
+    )
+    return [
+        projection[:, :, 0],
+        projection[:, :, 1],
+        torch.zeros(*shape, HV, 128, dtype=dtype),
+        torch.zeros(*shape, HV, dtype=getattr(torch, call.gate_dtype)),
+        torch.zeros(*shape, HV),
+        state,
+        None if call.offsets is None else torch.tensor(call.offsets, dtype=getattr(torch, call.offset_dtype)),
+        0.25,
+        call.use_l2norm,
+        call.state_v_first,
+        call.output_final_state,
+    ]
+
+
+def run(call: Call):
+    """The recorded launches, the addresses of all tensors by name, and results' shapes and contents in brief."""
+    arguments = make_arguments(call)
+    results = op("sm90_gated_delta_rule_fwd", *arguments)
+    names = ("q", "k", "v", "g", "beta", "initial", "offsets")
+    addresses = {name: tensor.data_ptr() for name, tensor in zip(names, arguments, strict=False) if tensor is not None}
+    addresses |= {name: tensor.data_ptr() for name, tensor in zip(("o", "final", "A"), results, strict=True)}
+    described = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in results]
+    return launches(), addresses, described
+
+
+def run_for_states(call: Call):
+    o, final, _ = op("sm90_gated_delta_rule_fwd", *make_arguments(call))
+    return len(launches()), o.abs().sum().item(), final.unique().tolist()
+
+
+PACKED = Call(offsets=(0, 100, 100, 300), initial="float32", use_l2norm=True, state_v_first=True)
+SLOTS = 300 // 64 + 3
+
+
+def tile_map(address, dims, strides, box, dtype=BFLOAT16, swizzle=SWIZZLE_128B):
+    ones = (1,) * len(dims)
+    return TensorMap(address, dtype, dims, strides, box, ones, swizzle, 0, L2_PROMOTION_128B, 0)
+
+
+# Sizes that the compiler leaves out of a kernel's arguments when no address depends on them.
+DROPPABLE = {"chunk_slots", "item_count", "matrices", "row_words", "tokens", "words"}
+
+
+def assert_arguments(launch, expected):
+    """Each argument that the kernel takes has its expected value, and none but droppable sizes is missing."""
+    assert launch.arguments == {name: expected[name] for name in launch.arguments}
+    assert expected.keys() - launch.arguments.keys() <= DROPPABLE
+
+
+def test_three_kernels_in_order(product_process):
+    found, _, _ = product_process.run(run, PACKED)
+    assert [launch.kernel for launch in found] == ["plan_kernel", "factor_bf16_kernel", "recurrence_bf16_kernel"]
+    assert [launch.grid for launch in found] == [(3 + 128, 1, 1), (SLOTS * H, 1, 1), (3 * HV, 1, 1)]
+
+
+def test_results_have_the_documented_shapes(product_process):
+    _, _, described = product_process.run(run, PACKED)
+    assert described == [
+        ((1, 300, HV, 128), "torch.bfloat16"),
+        ((3, HV, 128, 128), "torch.float32"),
+        ((SLOTS, HV, 64, 64), "torch.bfloat16"),
+    ]
+    _, _, described = product_process.run(run, replace(PACKED, output_final_state=False))
+    assert described[1] == ((0, HV, 128, 128), "torch.float32")
+
+
+def test_plan_reads_int64_offsets_as_words(product_process):
+    [plan, *_], addresses, _ = product_process.run(run, PACKED)
+    expected = {
+        "chunks": plan.arguments["chunks"],
+        "items": plan.arguments["items"],
+        "cu_words": addresses["offsets"],
+        "o_words": addresses["o"],
+        "chunk_slots": SLOTS,
+        "dense_length": -1,
+        "item_count": 3 * HV,
+        "row_words": HV * 64,
+        "sequences": 3,
+        "tokens": 300,
+        "words": 8,
+        "words_per_entry": 2,
+    }
+    assert_arguments(plan, expected)
+    assert 0 not in (expected["chunks"], expected["items"])
+
+
+def test_plan_reads_int32_offsets_as_they_are(product_process):
+    [plan, *_], _, _ = product_process.run(run, replace(PACKED, offset_dtype="int32"))
+    assert plan.arguments["words_per_entry"] == 1
+
+
+def test_plan_of_a_dense_batch_needs_no_offsets(product_process):
+    [plan, *_], _, described = product_process.run(run, Call(batch=5, tokens=70))
+    assert (plan.arguments["dense_length"], plan.arguments["sequences"]) == (70, 5)
+    assert plan.arguments["cu_words"] == plan.arguments["items"], "any valid address"
+    assert plan.arguments["chunk_slots"] == 350 // 64 + 5
+    assert described[0] == ((5, 70, HV, 128), "torch.bfloat16")
+
+
+def test_factor_gets_keys_and_gates(product_process):
+    [plan, factor, _], addresses, _ = product_process.run(run, PACKED)
+    expected = {
+        "k_desc": tile_map(addresses["k"], (128, 300, H), (2 * H * 256, 256), (64, 64, 1)),
+        "decay": factor.arguments["decay"],
+        "key_norm": factor.arguments["key_norm"],
+        "g": addresses["g"],
+        "beta": addresses["beta"],
+        "chunks": plan.arguments["chunks"],
+        "operand": addresses["A"],
+        "chunk_slots": SLOTS,
+        "key_heads": H,
+        "value_heads": HV,
+        "tokens": 300,
+        "use_l2norm": 1,
+    }
+    assert_arguments(factor, expected)
+    assert 0 not in (expected["decay"], expected["key_norm"])
+
+
+def test_recurrence_gets_everything(product_process):
+    [plan, factor, recurrence], addresses, _ = product_process.run(run, PACKED)
+    decay, key_norm = factor.arguments["decay"], factor.arguments["key_norm"]
+    row, projection_row = 256, 2 * H * 256  # bytes of a head and of a token in q and k's projection
+    expected = {
+        "q_desc": tile_map(addresses["q"], (128, 300, H), (projection_row, row), (64, 64, 1)),
+        "k_desc": tile_map(addresses["k"], (128, 300, H), (projection_row, row), (64, 64, 1)),
+        "v_desc": tile_map(addresses["v"], (128, 300, HV), (HV * row, row), (64, 64, 1)),
+        "o_desc": tile_map(addresses["o"], (128, 300, HV), (HV * row, row), (64, 64, 1)),
+        "operand_desc": tile_map(addresses["A"], (64, 64, HV, SLOTS), (128, 8192, HV * 8192), (64, 64, 1, 1)),
+        "decay_desc": tile_map(decay, (64, HV, SLOTS), (256, HV * 256), (64, 1, 1), FLOAT32, SWIZZLE_NONE),
+        "key_norm_desc": tile_map(key_norm, (64, H, SLOTS), (256, H * 256), (64, 1, 1), FLOAT32, SWIZZLE_NONE),
+        "initial": addresses["initial"],
+        "items": plan.arguments["items"],
+        "o": addresses["o"],
+        "final": addresses["final"],
+        "has_initial": 1,
+        "item_count": 3 * HV,
+        "key_heads": H,
+        "value_heads": HV,
+        "scale": 0.25,
+        "matrices": 3 * HV,
+        "state_v_first": 1,
+        "tokens": 300,
+        "use_l2norm": 1,
+        "write_final": 1,
+    }
+    assert_arguments(recurrence, expected)
+
+
+@pytest.mark.parametrize("initial", ["bfloat16", "float16"])
+def test_initial_states_of_another_dtype_are_copied_to_float32(product_process, initial):
+    [*_, recurrence], addresses, _ = product_process.run(run, replace(PACKED, initial=initial))
+    assert recurrence.arguments["has_initial"] == 1
+    assert recurrence.arguments["initial"] not in (0, addresses["initial"])
+
+
+def test_flags_do_not_stand_for_each_other(product_process):
+    flags = ("use_l2norm", "has_initial", "write_final", "state_v_first")
+    calls = {
+        (0, 0, 0, 0): Call(offsets=PACKED.offsets, output_final_state=False),
+        (1, 0, 0, 0): Call(offsets=PACKED.offsets, output_final_state=False, use_l2norm=True),
+        (0, 1, 0, 0): Call(offsets=PACKED.offsets, output_final_state=False, initial="float32"),
+        (0, 0, 1, 0): Call(offsets=PACKED.offsets),
+        (0, 0, 0, 1): Call(offsets=PACKED.offsets, output_final_state=False, state_v_first=True),
+    }
+    for expected, call in calls.items():
+        [*_, recurrence], _, _ = product_process.run(run, call)
+        assert tuple(recurrence.arguments[flag] for flag in flags) == expected
+        assert recurrence.arguments["initial"] != 0 and recurrence.arguments["final"] != 0
+
+
+def test_float16_has_kernels_of_its_own(product_process):
+    found, _, described = product_process.run(run, replace(PACKED, dtype="float16"))
+    assert [launch.kernel for launch in found] == ["plan_kernel", "factor_fp16_kernel", "recurrence_fp16_kernel"]
+    assert found[2].arguments["v_desc"].dtype == FLOAT16
+    assert described[0][1] == "torch.float16"
+
+
+def test_gates_of_another_dtype_are_copied(product_process):
+    [_, factor, _], addresses, _ = product_process.run(run, replace(PACKED, gate_dtype="bfloat16"))
+    assert factor.arguments["g"] != addresses["g"]
+    assert factor.arguments["beta"] == addresses["beta"]
+
+
+def test_an_unwanted_final_state_is_not_written(product_process):
+    [*_, recurrence], _, _ = product_process.run(run, replace(PACKED, output_final_state=False))
+    assert recurrence.arguments["write_final"] == 0
+    assert recurrence.arguments["final"] != 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [Call(tokens=0), Call(tokens=0, offsets=(0, 0, 0)), Call(batch=0), Call(tokens=5, offsets=(0,))],
+    ids=["no-tokens", "packed-no-tokens", "no-batch", "no-sequences"],
+)
+@pytest.mark.parametrize("initial", [None, "float32", "bfloat16"])
+def test_without_chunks_nothing_is_launched_and_states_stay(product_process, call, initial):
+    launched, o, states = product_process.run(run_for_states, replace(call, initial=initial))
+    has_states = call.batch > 0 and call.offsets != (0,)
+    assert (launched, o) == (0, 0.0)
+    assert states == ([] if not has_states else [0.0] if initial is None else [3.0])
+
+
+def test_many_heads_stay_on_the_first_grid_axis(product_process):
+    found, _, _ = product_process.run(run, Call(tokens=1, offsets=(0,) * 20_000 + (1,)))
+    assert [launch.grid for launch in found] == [(20_128, 1, 1), (20_000 * H, 1, 1), (20_000 * HV, 1, 1)]
+
+
+def call_with(index, change):
+    """A call whose argument `index` went through `change`, a function of this module."""
+    arguments = make_arguments(PACKED)
+    arguments[index] = globals()[change](arguments[index])
+    op("sm90_gated_delta_rule_fwd", *arguments)
+
+
+def as_double(tensor):
+    return tensor.double()
+
+
+def without_last_dim(tensor):
+    return tensor[..., 0]
+
+
+def with_half_the_dim(tensor):
+    return tensor[..., :64]
+
+
+def with_one_head_more(tensor):
+    return torch.cat([tensor, tensor[:, :, :1]], dim=2)
+
+
+def with_a_token_less(tensor):
+    return tensor[:, 1:]
+
+
+def with_every_second_number(tensor):
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def with_odd_rows(tensor):
+    return torch.nn.functional.pad(tensor, (0, 1))[..., :128]
+
+
+def with_a_batch_of_two(tensor):
+    return torch.cat([tensor, tensor])
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "words"),
+    [
+        (0, "as_double", "q is neither bfloat16 nor float16, which the SM90 kernels take"),
+        (1, "as_double", "k and q have different dtypes"),
+        (2, "without_last_dim", "v has 3 dimensions and must have 4"),
+        (2, "with_half_the_dim", "v has head dim 64 and the SM90 kernels take 128"),
+        (2, "with_one_head_more", "v has 5 heads and q has 2; the value heads must be a positive multiple"),
+        (1, "with_one_head_more", "k.shape[2] is 3 and q gives 2"),
+        (2, "with_a_token_less", "v.shape[1] is 299 and q gives 300"),
+        (3, "with_a_token_less", "g.shape[1] is 299 and v gives 300"),
+        (2, "with_every_second_number", "v has strides (307200, 1024, 256, 2)"),
+        (0, "with_odd_rows", "need the last to be 1, the others multiples of 8, and the first T times the second"),
+        (5, "with_a_token_less", "initial_state.shape[1] is 3 and the SM90 forward takes 4"),
+        (6, "as_double", "cu_seqlens must be int32 or int64"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence_and_no_launch(product_process, index, change, words):
+    with pytest.raises(RuntimeError) as error:
+        product_process.run(call_with, index, change)
+    assert words in str(error.value)
+    assert product_process.run(launches) == []
+
+
+def test_packing_takes_one_batch_row(product_process):
+    with pytest.raises(RuntimeError, match="q has batch size 2 and cu_seqlens packs all sequences into one"):
+        product_process.run(run, replace(PACKED, batch=2))
+
+
+def fail_every_allocation_once(call: Call):
+    """Messages of calls whose first, second, ... allocation fails until one succeeds, and what is left of them."""
+    messages = []
+    for allowed in range(20):
+        torch_fake().fake_fail_allocation(allowed)
+        try:
+            op("sm90_gated_delta_rule_fwd", *make_arguments(call))
+        except RuntimeError as error:
+            messages.append(str(error).splitlines()[0])
+        else:
+            break
+    return messages, torch_fake().fake_open_guards(), torch_fake().fake_live_allocations()
+
+
+def test_lack_of_memory_at_any_point_is_named_and_leaves_nothing_behind(product_process):
+    messages, guards, live = product_process.run(fail_every_allocation_once, replace(PACKED, gate_dtype="bfloat16"))
+    assert [message.split()[4] for message in messages] == [
+        "o",
+        "final_state",
+        "A",
+        "chunks",
+        "items",
+        "decay",
+        "key_norm",
+        "g",
+    ]
+    assert messages[1].startswith("PyTorch could not allocate final_state with 196608 elements of float32 on device 0")
+    assert guards == 0
+    assert live == 3, "the results of the last call, which succeeded"

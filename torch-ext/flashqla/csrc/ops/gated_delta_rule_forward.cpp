@@ -1,0 +1,286 @@
+// sm90_gated_delta_rule_fwd: the gated delta rule, forward, on the kernels of flashqla_hub/kernels (see its README for
+// their arguments). Chunks live in slots, first_slot(n) = cu_seqlens[n] / C + n, so that no kernel needs a host round
+// trip.
+#include "../generated/launchers.h"
+#include "../runtime/registration.h"
+#include "../runtime/tensor.h"
+
+namespace flashqla {
+namespace {
+
+constexpr int64_t HEAD_DIM = 128;  // K = V
+constexpr int64_t CHUNK = 64;
+constexpr int64_t ITEM_WORDS = 8, CHUNK_WORDS = 4;  // int32 words of a row of `items` and of `chunks`
+constexpr int32_t NO_DENSE_LENGTH = -1;
+constexpr int64_t ROW_ALIGNMENT = 8;  // elements of 16 bits that make TMA's 16 bytes
+
+struct Sizes {
+  int64_t tokens;     // T, over the whole batch
+  int64_t heads;      // H
+  int64_t v_heads;    // HV
+  int64_t sequences;  // N
+  int64_t slots;
+  int32_t dense_length;  // tokens of each sequence, or NO_DENSE_LENGTH
+};
+
+struct Arguments {
+  ArgumentTensor q, k, v, g, beta, initial_state, cu_seqlens;
+  double scale;
+  bool use_l2norm, state_v_first, output_final_state;
+
+  explicit Arguments(StableIValue* stack) {
+    q.take(stack[0]);
+    k.take(stack[1]);
+    v.take(stack[2]);
+    g.take(stack[3]);
+    beta.take(stack[4]);
+    initial_state.take_optional(stack[5]);
+    cu_seqlens.take_optional(stack[6]);
+    scale = as_double(stack[7]);
+    use_l2norm = as_bool(stack[8]);
+    state_v_first = as_bool(stack[9]);
+    output_final_state = as_bool(stack[10]);
+    q.read("q");
+    k.read("k");
+    v.read("v");
+    g.read("g");
+    beta.read("beta");
+    initial_state.read("initial_state");
+    cu_seqlens.read("cu_seqlens");
+  }
+};
+
+void check_same_size(const TensorView& tensor, int axis, int64_t expected, const char* like) {
+  FLASHQLA_CHECK(tensor.size[axis] == expected, "%s.shape[%d] is %lld and %s gives %lld; pass tensors of one batch.",
+                 tensor.name, axis, static_cast<long long>(tensor.size[axis]), like, static_cast<long long>(expected));
+}
+
+void check_device(const TensorView& tensor, const TensorView& q) {
+  FLASHQLA_CHECK(tensor.device == q.device, "%s is on device %d and q is on device %d; move it there.", tensor.name,
+                 tensor.device, q.device);
+}
+
+// q, k and v: [B, T, heads, 128] with contiguous rows, aligned for TMA, the batch one run of tokens.
+void check_rows(const TensorView& tensor, const TensorView& q) {
+  check_device(tensor, q);
+  FLASHQLA_CHECK(tensor.rank == 4, "%s has %d dimensions and must have 4, [B, T, heads, 128].", tensor.name,
+                 tensor.rank);
+  FLASHQLA_CHECK(tensor.dtype == q.dtype, "%s and q have different dtypes; convert %s to that of q.", tensor.name,
+                 tensor.name);
+  FLASHQLA_CHECK(tensor.size[3] == HEAD_DIM,
+                 "%s has head dim %lld and the SM90 kernels take 128; use the PyTorch path for other sizes.",
+                 tensor.name, static_cast<long long>(tensor.size[3]));
+  check_same_size(tensor, 0, q.size[0], "q");
+  check_same_size(tensor, 1, q.size[1], "q");
+  if (tensor.element_count() == 0) return;
+  const bool rows_are_contiguous = tensor.stride[3] == 1;
+  const bool is_aligned = (tensor.size[2] == 1 || tensor.stride[2] % ROW_ALIGNMENT == 0) &&
+                          (tensor.size[0] * tensor.size[1] == 1 || tensor.stride[1] % ROW_ALIGNMENT == 0);
+  const bool is_one_run = tensor.size[0] == 1 || tensor.stride[0] == tensor.size[1] * tensor.stride[1];
+  FLASHQLA_CHECK(
+      rows_are_contiguous && is_aligned && is_one_run,
+      "%s has strides (%lld, %lld, %lld, %lld) and the SM90 kernels need the last to be 1, the others multiples "
+      "of 8, and the first T times the second; pass %s.contiguous().",
+      tensor.name, static_cast<long long>(tensor.stride[0]), static_cast<long long>(tensor.stride[1]),
+      static_cast<long long>(tensor.stride[2]), static_cast<long long>(tensor.stride[3]), tensor.name);
+}
+
+// g and beta: [B, T, HV] of any floating dtype and layout.
+void check_gate(const TensorView& tensor, const TensorView& v) {
+  check_device(tensor, v);
+  FLASHQLA_CHECK(tensor.rank == 3, "%s has %d dimensions and must have 3, [B, T, HV].", tensor.name, tensor.rank);
+  for (int axis = 0; axis < 3; axis++) check_same_size(tensor, axis, v.size[axis], "v");
+}
+
+void check_arguments(const Arguments& arguments) {
+  const TensorView &q = arguments.q.view(), &k = arguments.k.view(), &v = arguments.v.view();
+  FLASHQLA_CHECK(q.dtype == aoti_torch_dtype_bfloat16() || q.dtype == aoti_torch_dtype_float16(),
+                 "q is neither bfloat16 nor float16, which the SM90 kernels take; convert q, k and v.");
+  check_rows(q, q);
+  check_rows(k, q);
+  check_rows(v, q);
+  check_same_size(k, 2, q.size[2], "q");
+  FLASHQLA_CHECK(q.size[2] > 0 && v.size[2] > 0 && v.size[2] % q.size[2] == 0,
+                 "v has %lld heads and q has %lld; the value heads must be a positive multiple of the key heads.",
+                 static_cast<long long>(v.size[2]), static_cast<long long>(q.size[2]));
+  check_gate(arguments.g.view(), v);
+  check_gate(arguments.beta.view(), v);
+}
+
+Sizes read_sizes(const Arguments& arguments) {
+  const TensorView &q = arguments.q.view(), &v = arguments.v.view();
+  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH};
+  require_int32(sizes.tokens, "the SM90 forward", "the number of tokens");
+  if (arguments.cu_seqlens.has_value()) {
+    const TensorView& offsets = arguments.cu_seqlens.view();
+    check_device(offsets, q);
+    FLASHQLA_CHECK(offsets.dtype == aoti_torch_dtype_int32() || offsets.dtype == aoti_torch_dtype_int64(),
+                   "cu_seqlens must be int32 or int64; convert it.");
+    FLASHQLA_CHECK(offsets.rank == 1 && offsets.size[0] >= 1,
+                   "cu_seqlens must be one-dimensional with N + 1 entries, the first 0; see the documentation.");
+    require_stride(offsets, "the SM90 forward", 0, 1);
+    FLASHQLA_CHECK(q.size[0] == 1,
+                   "q has batch size %lld and cu_seqlens packs all sequences into one; flatten to [1, T, ...].",
+                   static_cast<long long>(q.size[0]));
+    sizes.sequences = offsets.size[0] - 1;
+  } else {
+    sizes.dense_length = static_cast<int32_t>(q.size[1]);
+  }
+  sizes.slots = sizes.tokens / CHUNK + sizes.sequences;
+  require_int32(sizes.slots * sizes.v_heads, "the SM90 forward", "the number of chunks times value heads");
+  require_int32(sizes.sequences * sizes.v_heads, "the SM90 forward", "the number of sequences times value heads");
+  if (arguments.initial_state.has_value()) {
+    const TensorView& state = arguments.initial_state.view();
+    check_device(state, q);
+    FLASHQLA_CHECK(state.rank == 4, "initial_state has %d dimensions and must have 4, [N, HV, 128, 128].", state.rank);
+    const int64_t expected[] = {sizes.sequences, sizes.v_heads, HEAD_DIM, HEAD_DIM};
+    for (int axis = 0; axis < 4; axis++) require_size(state, "the SM90 forward", axis, expected[axis]);
+  }
+  return sizes;
+}
+
+// [B, T, heads, 128] -> [B * T, heads, 128].
+TensorView as_tokens(const TensorView& tensor, int64_t tokens) {
+  TensorView view = tensor;
+  view.rank = 3;
+  view.size[0] = tokens;
+  for (int axis = 1; axis < 3; axis++) view.size[axis] = tensor.size[axis + 1];
+  for (int axis = 0; axis < 3; axis++) view.stride[axis] = tensor.stride[axis + 1];
+  return view;
+}
+
+// The argument itself when it is contiguous float32, else a copy that is.
+TensorView as_float32(const ArgumentTensor& argument, NewTensor& copy) {
+  const TensorView& view = argument.view();
+  if (view.dtype == aoti_torch_dtype_float32() && view.is_contiguous()) return view;
+  copy.allocate_like(view, aoti_torch_dtype_float32());
+  copy.copy_from(argument.handle());
+  return copy.view();
+}
+
+class Forward {
+ public:
+  Forward(const Arguments& arguments, const Sizes& sizes)
+      : arguments_(arguments), sizes_(sizes), scope_(arguments.q.view().device) {}
+
+  void run() {
+    allocate_results();
+    if (sizes_.tokens == 0 || sizes_.sequences == 0) {
+      finish_without_chunks();
+    } else {
+      launch_kernels();
+    }
+  }
+
+  void hand_over(StableIValue* stack) {
+    stack[0] = o_.hand_over();
+    stack[1] = final_state_.hand_over();
+    stack[2] = operand_.hand_over();
+  }
+
+ private:
+  void allocate_results() {
+    const TensorView& v = arguments_.v.view();
+    const int64_t states = arguments_.output_final_state ? sizes_.sequences : 0;
+    o_.allocate("o", {v.size[0], v.size[1], v.size[2], HEAD_DIM}, v.dtype, scope_.index());
+    final_state_.allocate("final_state", {states, sizes_.v_heads, HEAD_DIM, HEAD_DIM}, aoti_torch_dtype_float32(),
+                          scope_.index());
+    operand_.allocate("A", {sizes_.slots, sizes_.v_heads, CHUNK, CHUNK}, v.dtype, scope_.index());
+  }
+
+  // No token belongs to a sequence: o has no rows or only unused ones, and states stay as they are.
+  void finish_without_chunks() {
+    o_.fill_zero();
+    operand_.fill_zero();
+    if (!arguments_.output_final_state) return;
+    if (arguments_.initial_state.has_value()) {
+      final_state_.copy_from(arguments_.initial_state.handle());
+    } else {
+      final_state_.fill_zero();
+    }
+  }
+
+  void launch_kernels() {
+    const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
+    NewTensor chunks, items, decay, key_norm, g_copy, beta_copy;
+    chunks.allocate("chunks", {sizes_.slots, CHUNK_WORDS}, int32, device);
+    items.allocate("items", {sizes_.sequences * sizes_.v_heads, ITEM_WORDS}, int32, device);
+    decay.allocate("decay", {sizes_.slots, sizes_.v_heads, CHUNK}, float32, device);
+    key_norm.allocate("key_norm", {sizes_.slots, sizes_.heads, CHUNK}, float32, device);
+    launch_plan_kernel(chunks.view(), items.view());
+    launch_factor_kernel(as_gate(as_float32(arguments_.g, g_copy)), as_gate(as_float32(arguments_.beta, beta_copy)),
+                         chunks.view(), decay.view(), key_norm.view());
+    launch_recurrence_kernel(items.view(), decay.view(), key_norm.view());
+  }
+
+  void launch_plan_kernel(const TensorView& chunks, const TensorView& items) {
+    const int32_t int32 = aoti_torch_dtype_int32();
+    const bool is_packed = arguments_.cu_seqlens.has_value();
+    const TensorView& offsets = arguments_.cu_seqlens.view();
+    const int32_t words_per_entry = is_packed && offsets.dtype == aoti_torch_dtype_int64() ? 2 : 1;
+    const TensorView words =
+        is_packed
+            ? contiguous_view("cu_seqlens", offsets.data, int32, offsets.device, {offsets.size[0] * words_per_entry})
+            : contiguous_view("cu_seqlens", items.data, int32, items.device, {items.element_count()});
+    const TensorView o_words =
+        contiguous_view("o", o_.view().data, int32, scope_.index(), {sizes_.tokens, sizes_.v_heads * HEAD_DIM / 2});
+    launch_plan(scope_, words, chunks, items, o_words, words_per_entry, sizes_.dense_length,
+                static_cast<int32_t>(sizes_.sequences));
+  }
+
+  void launch_factor_kernel(const TensorView& g, const TensorView& beta, const TensorView& chunks,
+                            const TensorView& decay, const TensorView& key_norm) {
+    const auto launch = is_bfloat16() ? launch_factor_bf16 : launch_factor_fp16;
+    launch(scope_, as_tokens(arguments_.k.view(), sizes_.tokens), g, beta, chunks, operand_.view(), decay, key_norm,
+           arguments_.use_l2norm);
+  }
+
+  void launch_recurrence_kernel(const TensorView& items, const TensorView& decay, const TensorView& key_norm) {
+    const bool has_initial = arguments_.initial_state.has_value();
+    NewTensor initial_copy;
+    void* const unused = decay.data;  // any valid address: the kernel neither reads nor writes it
+    void* const initial_data = has_initial ? as_float32(arguments_.initial_state, initial_copy).data : unused;
+    void* const final_data = arguments_.output_final_state ? final_state_.view().data : unused;
+    const auto launch = is_bfloat16() ? launch_recurrence_bf16 : launch_recurrence_fp16;
+    launch(scope_, as_tokens(arguments_.q.view(), sizes_.tokens), as_tokens(arguments_.k.view(), sizes_.tokens),
+           as_tokens(arguments_.v.view(), sizes_.tokens), operand_.view(), decay, key_norm, items,
+           as_states("initial_state", initial_data), as_tokens(o_.view(), sizes_.tokens),
+           as_states("final_state", final_data), static_cast<float>(arguments_.scale), arguments_.use_l2norm,
+           has_initial, arguments_.output_final_state, arguments_.state_v_first);
+  }
+
+  // N * HV matrices of K * V numbers in one row each, in either layout.
+  TensorView as_states(const char* name, void* data) const {
+    return contiguous_view(name, data, aoti_torch_dtype_float32(), scope_.index(),
+                           {sizes_.sequences * sizes_.v_heads, HEAD_DIM * HEAD_DIM});
+  }
+
+  // [B, T, HV] -> [B * T, HV], contiguous.
+  TensorView as_gate(const TensorView& gate) const {
+    return contiguous_view(gate.name, gate.data, gate.dtype, gate.device, {sizes_.tokens, sizes_.v_heads});
+  }
+
+  bool is_bfloat16() const { return arguments_.q.view().dtype == aoti_torch_dtype_bfloat16(); }
+
+  const Arguments& arguments_;
+  const Sizes sizes_;
+  DeviceScope scope_;
+  NewTensor o_, final_state_, operand_;
+};
+
+void run(StableIValue* stack, uint64_t, uint64_t) {
+  const Arguments arguments(stack);
+  check_arguments(arguments);
+  Forward forward(arguments, read_sizes(arguments));
+  forward.run();
+  forward.hand_over(stack);
+}
+
+const OpRegistration registration(
+    "sm90_gated_delta_rule_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
+    "Tensor? cu_seqlens, float scale, bool use_qk_l2norm, bool state_v_first, bool output_final_state) "
+    "-> (Tensor o, Tensor final_state, Tensor A)",
+    "sm90_gated_delta_rule_fwd", run);
+
+}  // namespace
+}  // namespace flashqla
