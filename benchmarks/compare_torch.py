@@ -10,6 +10,7 @@ code is 1 if a result is wrong or the kernel is slower.
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -21,12 +22,14 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
-import torch
-from kernels import get_local_kernel
-from torch import Tensor
-
+# A thread that waits for another sleeps, or a busy machine would measure how two spinning threads share one core.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from kernels import get_local_kernel  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 from flashqla_hub.reference import gated_delta_rule, gated_delta_rule_backward  # noqa: E402
 
@@ -67,7 +70,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--value-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128, help="size of a key and of a value")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds; one more warms up")
+    parser.add_argument("--rounds", type=int, default=11, help="timed rounds; one more warms up")
     parser.add_argument("--source", type=Path, default=ROOT, help="folder of the kernel")
     parser.add_argument(
         "--output", type=Path, default=ROOT / "benchmarks" / "results" / "cpu", help="folder of records"
@@ -185,6 +188,7 @@ def record_of(kernel: ModuleType, options: argparse.Namespace, shape: dict, erro
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": processor(),
         "threads": options.threads,
+        "load_1min": round(os.getloadavg()[0], 2),
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers", "kernels")},
