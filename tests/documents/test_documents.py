@@ -1,6 +1,7 @@
 """What the documents say is true: paths exist, commands exist, versions agree, examples run."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -187,3 +188,16 @@ def test_files_speak_of_the_project_alone():
         if match
     ]
     assert not found
+
+
+def test_readme_times_are_those_of_a_record():
+    """Every number of the speed table, for both implementations, stands in one run under benchmarks/results/h200/."""
+    table = re.findall(r"^\| \((\d+), (\d+)\) (\S+) \| ([\d.]+) \| ([\d.]+) \|$", README, flags=re.MULTILINE)
+    quoted = {(int(hk), int(hv), seqs): (ours, fla) for hk, hv, seqs, ours, fla in table}
+    runs = []
+    for path in (ROOT / "benchmarks/results/h200").glob("*.jsonl"):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        times = {(r["impl"], r["hk"], r["hv"], r["seqs"]): r["ms"] for r in records if r["op"] == "forward"}
+        rows = {key[1:] for key in times}
+        runs.append({row: tuple(f"{times[impl, *row]:.3f}" for impl in ("flashqla", "fla")) for row in rows})
+    assert quoted and quoted in runs
