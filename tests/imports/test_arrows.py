@@ -27,7 +27,6 @@ ARROWS = {
         "gated_delta_rule.validation",
         "gated_delta_rule.gates",
         "gated_delta_rule.autograd",
-        "gated_delta_rule.ops",  # forward and backward by hand are the ops themselves
     },
     "gated_delta_rule.autograd": {"gated_delta_rule.ops"},
     "gated_delta_rule.ops": {
