@@ -2,7 +2,7 @@
 
 import torch
 
-NAMESPACE = "_flashqla_5fdddbfd3e1a"
+NAMESPACE = "_flashqla_e0f322a60a8f"
 ops = getattr(torch.ops, NAMESPACE)
 
 

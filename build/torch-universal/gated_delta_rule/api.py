@@ -2,11 +2,9 @@
 
 from typing import NamedTuple, Optional, Tuple
 
-import torch
 from torch import Tensor
 
 from . import autograd, gates, validation
-from .ops import ops
 
 __all__ = [
     "chunk_gated_delta_rule",
@@ -222,10 +220,9 @@ def chunk_gated_delta_rule_fwd(
     if state_v_first and initial_state is not None:
         initial_state = initial_state.mT
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    with torch.no_grad():
-        o, final_state, residuals = ops.gated_delta_rule_fwd(
-            q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, chunk_size, True
-        )
+    o, final_state, residuals = autograd.forward_alone(
+        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, chunk_size
+    )
     return ForwardResult(o, _public_state(final_state, output_final_state, state_v_first), residuals)
 
 
@@ -264,10 +261,9 @@ def chunk_gated_delta_rule_bwd(
     validation.check_gradients(q, v, residuals, do, dht, cu_seqlens, state_v_first)
     state, dht = (x.mT if state_v_first and x is not None else x for x in (initial_state, dht))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    with torch.no_grad():
-        *grads, dh0 = ops.gated_delta_rule_bwd(
-            q, k, v, g, beta, state, cu_seqlens, residuals, do, dht, scale, use_qk_l2norm_in_kernel, chunk_size
-        )
+    *grads, dh0 = autograd.backward_alone(
+        q, k, v, g, beta, state, cu_seqlens, residuals, do, dht, scale, use_qk_l2norm_in_kernel, chunk_size
+    )
     dh0 = _public_state(dh0, initial_state is not None, state_v_first)
     return BackwardResult(*grads, dh0 if dh0 is None else dh0.to(initial_state.dtype))
 

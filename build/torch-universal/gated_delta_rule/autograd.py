@@ -1,4 +1,7 @@
-"""Autograd of the forward op: what is kept for the backward, and the gradients in the order of its arguments."""
+"""Autograd of the forward op: what is kept for the backward, and the gradients in the order of its arguments.
+
+Also the two ops as they are, for callers that keep the residuals themselves.
+"""
 
 from typing import Optional
 
@@ -16,6 +19,18 @@ def forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, c
         *inputs, cu_seqlens, scale, use_qk_l2norm, chunk_size, differentiable
     )
     return o, final_state
+
+
+@torch.no_grad()
+def forward_alone(*arguments):
+    """o, final state and residuals, not recorded by autograd; arguments as in `forward`."""
+    return ops.ops.gated_delta_rule_fwd(*arguments, True)
+
+
+@torch.no_grad()
+def backward_alone(*arguments):
+    """Gradients of q, k, v, g, beta and the initial state; arguments as in the op `gated_delta_rule_bwd`."""
+    return ops.ops.gated_delta_rule_bwd(*arguments)
 
 
 def _setup_context(ctx, inputs, output):
