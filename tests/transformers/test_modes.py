@@ -382,3 +382,27 @@ class TestWrongArguments:
         with pytest.raises(ValueError, match="device is None"):
             flashqla_hub.kernelize(model.to("meta"), source=kernel_folder)
         flashqla_hub.kernelize(model, source=kernel_folder, device="cpu")
+
+
+class TestModelWithAKernelizeMethod:
+    """Transformers up to 5.10 gave models a `kernelize` method, which asks the mapping of `kernels` anew."""
+
+    @pytest.fixture
+    def old_style(self, model, monkeypatch):
+        def own_kernelize(self, mode=None):
+            kernelize(self, device="cpu", mode=mode or (Mode.TRAINING if self.training else Mode.INFERENCE))
+
+        monkeypatch.setattr(type(model), "kernelize", own_kernelize, raising=False)
+        return model
+
+    def test_registered_kernel_is_installed_by_the_method(self, old_style, kernel_folder):
+        flashqla_hub.register(kernel_folder)
+        assert not flashqla_hub.is_active(old_style)
+        old_style.kernelize()
+        assert flashqla_hub.is_active(old_style)
+
+    @pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.INFERENCE])
+    def test_method_keeps_what_kernelize_installed(self, old_style, kernel_folder, mode):
+        flashqla_hub.kernelize(old_style, source=kernel_folder)
+        old_style.kernelize(mode)
+        assert flashqla_hub.is_active(old_style)
