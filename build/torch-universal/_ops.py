@@ -2,7 +2,7 @@
 
 import torch
 
-NAMESPACE = "_flashqla_e0f322a60a8f"
+NAMESPACE = "_flashqla_623ec4602146"
 ops = getattr(torch.ops, NAMESPACE)
 
 

@@ -34,11 +34,13 @@ def forward(
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """x [B, T, H, D] itself if tiles can be loaded from it, as from a view of a packed projection; else a copy."""
+    """x [B, T, H, D] itself if tiles can be loaded from it, as from a view of a packed projection; else a copy.
+
+    An expanded tensor, with a stride of 0, is copied: a tensor map describes memory, not repetition.
+    """
     batch, tokens, heads, _ = x.shape
-    rows = x.stride(3) == 1 and all(
-        x.stride(axis) % ROW_ALIGNMENT == 0 for axis, size in ((1, batch * tokens), (2, heads)) if size > 1
-    )
+    strides = [x.stride(axis) for axis, size in ((1, batch * tokens), (2, heads)) if size > 1]
+    rows = x.stride(3) == 1 and all(stride > 0 and stride % ROW_ALIGNMENT == 0 for stride in strides)
     one_run = batch == 1 or x.stride(0) == tokens * x.stride(1)
     if rows and one_run and x.data_ptr() % BASE_ALIGNMENT == 0:
         return x
