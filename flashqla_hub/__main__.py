@@ -9,7 +9,13 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError as error:
+    sys.exit(
+        f"{error.name} is not installed; run `make demo` once and use .venv/bin/python, "
+        "or install what requirements/main.txt lists."
+    )
 
 
 class Command(NamedTuple):
