@@ -2,7 +2,7 @@
 
 import torch
 
-NAMESPACE = "_flashqla_623ec4602146"
+NAMESPACE = "_flashqla_1384479e8a7d"
 ops = getattr(torch.ops, NAMESPACE)
 
 

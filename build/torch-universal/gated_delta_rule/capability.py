@@ -25,11 +25,11 @@ def explain_unsupported(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 
 
 def _reasons(q: Tensor, v: Tensor) -> Iterator[str]:
-    if not hasattr(ops, SM90_FORWARD):
-        yield "this build of the kernel has no library for SM90 GPUs (H100, H200, GH200)"
     if not q.is_cuda:
         yield f"the tensors are on {q.device}, and the SM90 kernels run on CUDA"
-    elif _capability(q.device.index or 0) != (9, 0):
+    if not hasattr(ops, SM90_FORWARD):
+        yield "this build of the kernel has no library for SM90 GPUs (H100, H200, GH200)"
+    if q.is_cuda and _capability(q.device.index or 0) != (9, 0):
         found = ".".join(str(part) for part in _capability(q.device.index or 0))
         yield f"the GPU has compute capability {found}, and the SM90 kernels need 9.0"
     if q.dtype not in SM90_DTYPES:
