@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..package.download import VERSION
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -20,9 +22,10 @@ class Implementation:
     module: str
     forward: Callable[[dict], Callable]
     environment: tuple[tuple[str, str], ...] = ()
+    contract: int | None = None  # version of a Hub kernel, which has no distribution of its own
 
     def version(self) -> str:
-        return importlib.metadata.version(self.distribution)
+        return importlib.metadata.version(self.distribution) if self.contract is None else str(self.contract)
 
     def missing(self) -> str | None:
         """Why this machine cannot run it, or None."""
@@ -117,7 +120,7 @@ def _flashqla(d):
 
 
 IMPLEMENTATIONS = (
-    Implementation("flashqla", "kernels", "kernels", _flashqla),
+    Implementation("flashqla", "kernels", "kernels", _flashqla, contract=VERSION),
     Implementation("flash-qla", "flash-qla", "flash_qla", _flash_qla),
     Implementation("flashinfer", "flashinfer-python", "flashinfer", _flashinfer),
     # FLA calls FlashQLA by itself where it is installed; switched off, it is a peer of its own.

@@ -6,7 +6,9 @@ from datetime import UTC, datetime
 import pytest
 
 from flashqla_hub.bench import command, record
+from flashqla_hub.bench.peers import BY_NAME
 from flashqla_hub.bench.rows import Row, shortened
+from flashqla_hub.package.download import VERSION
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,10 @@ def test_record_refuses_a_field_nobody_knows(tmp_path):
 def test_implementation_that_is_absent_is_a_row_with_its_reason(tmp_path):
     rows = command.run_implementation("flash-qla", [Row(2, 8, "1x64")], "bench", tmp_path, {"gates": "bench"})
     assert rows[0]["skipped"] == "flash-qla is not installed" and "ms" not in rows[0]
+
+
+def test_our_version_is_that_of_the_kernel_not_of_its_loader():
+    assert BY_NAME["flashqla"].version() == str(VERSION)
 
 
 def test_summary_compares_with_the_best_peer():
