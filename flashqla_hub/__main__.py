@@ -32,6 +32,7 @@ class Command(NamedTuple):
 # The overview lists them in this order; a new command is one more line.
 COMMANDS = {
     "demo": Command("flashqla_hub.demo", "demo_command", "Fine-tune a small Qwen3.5 on the kernel."),
+    "finetune": Command("flashqla_hub.finetune.command", "finetune_command", "Train a model on your own text."),
     "build": Command("flashqla_hub.package.build", "build_command", "Assemble build/ from the sources."),
     "compile": Command("flashqla_hub.compile.command", "compile_command", "Compile the TileLang kernels for SM90."),
     "check": Command("flashqla_hub.package.check", "check_command", "Check a kernel repository against every rule."),

@@ -10,8 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 
-from flashqla_hub.__main__ import COMMANDS
+from flashqla_hub.__main__ import COMMANDS, build_app
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -67,6 +68,24 @@ def test_commands_explain_themselves(name):
     )
     assert done.returncode == 0, done.stderr
     assert f"flashqla-hub {name}" in done.stdout and "--help" in done.stdout
+
+
+def options_of(command: str) -> set[str]:
+    parameters = typer.main.get_command(build_app(command)).commands[command].params
+    return {"--help"} | {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_options_of_named_commands_exist(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for command, rest in re.findall(r"python -m flashqla_hub ([a-z]+)([^\n`#]*)", text):
+        assert set(re.findall(r"--[a-z][a-z-]+", rest)) <= options_of(command), (command, rest)
+
+
+def test_readme_options_of_finetune_exist():
+    section = README.partition("## Fine-tune on your own text")[2].partition("\n## ")[0]
+    named = set(re.findall(r"--[a-z][a-z-]+", section))
+    assert len(named) > 8 and named <= options_of("finetune")
 
 
 def test_supported_versions_are_those_of_the_requirements():

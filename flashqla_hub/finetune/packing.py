@@ -1,0 +1,72 @@
+"""Proof on the user's own model and text that packed documents are kept apart."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .settings import FinetuneError, Settings
+from .text import Rows
+from .training import flatten
+
+# A packed row must come this many times closer to its documents one by one than the same row does with its bounds ignored.
+CLOSER = 3.0
+
+
+def verify(model: PreTrainedModel, rows: Rows, settings: Settings) -> str:
+    """Compare loss and gradients of one packed row with those of its documents one by one; return what was found.
+
+    The measure is what the same row gives as unbroken text: were bounds ignored, both would be alike. The row is the
+    first one that holds several documents.
+
+    Raises:
+        FinetuneError: no row holds several documents, or the packed row is not nearer to its documents; one sentence.
+    """
+    row = next((row for row in map(rows.__getitem__, range(len(rows))) if len(row["segments"]) > 1), None)
+    if row is None:
+        raise FinetuneError("no row holds several documents, so there is no packing to verify; raise --seq-len.")
+    segments = row["segments"]
+    one_by_one = [flatten([{"segments": [segment]}]) for segment in segments if len(segment["input_ids"]) > 1]
+    together = flatten([row])
+    unbroken = {name: together[name] for name in ("input_ids", "labels")}
+    truth = _gradients(model, one_by_one, settings)
+    packed = _distance(_gradients(model, [together], settings), truth)
+    ignored = _distance(_gradients(model, [unbroken], settings), truth)
+    found = (
+        f"a row of {len(segments)} documents: its gradients differ from those of the documents one by one by {packed:.1e}, "
+        f"with the bounds ignored by {ignored:.1e}"
+    )
+    if not packed * CLOSER <= ignored:
+        raise FinetuneError(f"packed documents are not kept apart in {found}.")
+    return found
+
+
+def _gradients(model: PreTrainedModel, batches: list[dict], settings: Settings) -> list[Tensor]:
+    """Gradients of the mean loss over all predicted tokens of the batches."""
+    counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+    model.train()
+    model.zero_grad()
+    for batch, count in zip(batches, counts, strict=True):
+        with _autocast(settings)():
+            moved = {key: x.to(settings.device) if isinstance(x, Tensor) else x for key, x in batch.items()}
+            loss = model(**moved, use_cache=False).loss
+        (loss * (count / sum(counts))).backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def _autocast(settings: Settings) -> Callable:
+    if settings.precision != "mixed":
+        return nullcontext
+    return lambda: torch.autocast(torch.device(settings.device).type, torch.bfloat16)
+
+
+def _distance(gradients: list[Tensor], others: list[Tensor]) -> float:
+    """|gradients - others| / |others| over all parameters at once."""
+    squares = torch.zeros(2, dtype=torch.float64)
+    for a, b in zip(gradients, others, strict=True):
+        squares += torch.stack([(a.float() - b.float()).square().sum(), b.float().square().sum()]).double().cpu()
+    return (squares[0] / squares[1]).sqrt().item()

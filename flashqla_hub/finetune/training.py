@@ -1,0 +1,198 @@
+"""One run with HF Trainer: progress, checkpoints, the loss and the time of each step."""
+
+import json
+import resource
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import (
+    DataCollatorWithFlattening,
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from .settings import FinetuneError, Settings
+from .text import Rows
+
+STEPS_FILE = "steps.jsonl"
+
+
+@dataclass
+class Measured:
+    """What a run measured.
+
+    Attributes:
+        losses: Loss of each optimizer step in nats per token, also of those before a resumption.
+        seconds: Duration of each optimizer step of this process, from its first forward to the end of the update.
+        held_out: Loss on rows that are not trained on, before the first step and after the last; empty if not wanted.
+        peak_bytes: Most memory in use at once: of tensors on a GPU, of the whole process on a CPU.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    held_out: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+def flatten(rows: list[dict]) -> dict[str, Any]:
+    """One row [1, tokens] of all segments, with their bounds in every form that a layer may ask for."""
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    return collate([segment for row in rows for segment in row["segments"]])
+
+
+class _Trainer(Trainer):
+    """Trainer that keeps the loss of every forward on its device."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.forward_losses: list[Tensor] = []
+
+    def training_step(self, *args, **kwargs) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.forward_losses.append(loss.detach())
+        return loss
+
+
+class _Watch(TrainerCallback):
+    """A bar on the console, a line per step in the steps file, and the end after `settings.last_step`."""
+
+    def __init__(self, settings: Settings, measured: Measured, console: Console) -> None:
+        self.settings, self.measured = settings, measured
+        self.file = settings.output / STEPS_FILE
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"), TimeRemainingColumn())
+        self.progress = Progress("training", *columns, console=console)
+        self.task = self.progress.add_task("training", total=settings.last_step, loss="-")
+        self.trainer: _Trainer | None = None
+        self.started = 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.progress.start()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.started = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        loss = torch.stack(self.trainer.forward_losses).float().sum().item()  # waits for the step's work on a GPU
+        seconds = time.perf_counter() - self.started
+        self.trainer.forward_losses.clear()
+        self.measured.losses.append(loss)
+        self.measured.seconds.append(seconds)
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": state.global_step, "loss": loss, "seconds": seconds}) + "\n")
+        self.progress.update(self.task, completed=state.global_step, loss=f"{loss:.3f}")
+        if state.global_step >= self.settings.last_step:
+            control.should_training_stop = True
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.progress.stop()
+
+
+def arguments_of(settings: Settings) -> TrainingArguments:
+    """HF Trainer's arguments."""
+    on_gpu = settings.device.startswith("cuda")
+    return TrainingArguments(
+        output_dir=str(settings.output),
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.batch_size,
+        per_device_eval_batch_size=1,
+        gradient_accumulation_steps=settings.accumulation,
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup,
+        lr_scheduler_type="cosine",
+        optim="adamw_torch_fused" if on_gpu else "adamw_torch",
+        bf16=settings.precision == "mixed",
+        gradient_checkpointing=settings.checkpointing != "none",
+        gradient_checkpointing_kwargs={"use_reentrant": settings.checkpointing == "reentrant"},
+        save_strategy="steps" if settings.save_every else "no",
+        save_steps=settings.save_every or settings.steps,
+        save_total_limit=2,
+        logging_strategy="no",
+        eval_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not on_gpu,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+        seed=settings.seed,
+    )
+
+
+def last_checkpoint(settings: Settings) -> Path | None:
+    """The newest checkpoint in the output folder, or None."""
+    found = get_last_checkpoint(str(settings.output)) if settings.output.is_dir() else None
+    return None if found is None else Path(found)
+
+
+def train(
+    model: PreTrainedModel, rows: Rows, held_out: Rows, settings: Settings, resume: Path | None, console: Console
+) -> Measured:
+    """Train, from a checkpoint if one is given.
+
+    Raises:
+        FinetuneError: interrupted, or out of memory; one sentence that says what to do.
+    """
+    measured = Measured(losses=_losses_up_to(settings, resume))
+    watch = _Watch(settings, measured, console)
+    trainer = _Trainer(
+        model=model,
+        args=arguments_of(settings),
+        train_dataset=rows,
+        eval_dataset=held_out,
+        data_collator=flatten if settings.packed else default_data_collator,
+        callbacks=[watch],
+    )
+    trainer.remove_callback(PrinterCallback)
+    watch.trainer = trainer
+    if settings.evaluate and settings.held_out:
+        measured.held_out.append(trainer.evaluate()["eval_loss"])
+    if settings.device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    except KeyboardInterrupt as error:
+        raise FinetuneError(f"interrupted after step {len(measured.losses)}; {_way_on(settings)}.") from error
+    except torch.OutOfMemoryError as error:
+        raise FinetuneError(
+            f"the GPU has too little memory for {settings.batch_size} x {settings.seq_len} tokens; lower --batch-size or "
+            "--seq-len, or pass --checkpointing non-reentrant."
+        ) from error
+    finally:
+        watch.progress.stop()
+    measured.peak_bytes = _peak_bytes(settings.device)
+    if settings.evaluate and settings.held_out:
+        measured.held_out.append(trainer.evaluate()["eval_loss"])
+    return measured
+
+
+def _losses_up_to(settings: Settings, resume: Path | None) -> list[float]:
+    """The losses of the steps that a checkpoint has behind it; the steps file is cut to them, or begun anew."""
+    file = settings.output / STEPS_FILE
+    done = 0 if resume is None else int(resume.name.rpartition("-")[2])
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    kept = [line for line in lines if json.loads(line)["step"] <= done]
+    file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    return [json.loads(line)["loss"] for line in kept]
+
+
+def _way_on(settings: Settings) -> str:
+    checkpoint = last_checkpoint(settings)
+    if checkpoint is None:
+        return "no checkpoint is written yet, so the same command without --resume begins again"
+    return f"the same command with --resume goes on from {checkpoint.name}"
+
+
+def _peak_bytes(device: str) -> int:
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,288 @@
+"""`python -m flashqla_hub finetune`, in small."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from flashqla_hub.__main__ import build_app
+from flashqla_hub.finetune import command, compare, implementations, model, packing, report, text, training
+from flashqla_hub.finetune.settings import FinetuneError
+
+SMALL = ["--steps", "4", "--seq-len", "32", "--held-out", "2"]
+DOCUMENTS = [f"Document {i}: " + "the gated delta rule forgets. " * (1 + i % 3) for i in range(40)]
+
+
+@pytest.fixture
+def run(kernel_folder, tmp_path, monkeypatch):
+    """Run the command in an empty folder, with the kernel under test, on the CPU."""
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*options: str):
+        arguments = ["finetune", *SMALL, "--device", "cpu", "--source", str(kernel_folder), *options]
+        return CliRunner().invoke(build_app("finetune"), arguments)
+
+    return invoke
+
+
+@pytest.fixture
+def documents(tmp_path):
+    """A file with a short document a line."""
+    file = tmp_path / "documents.jsonl"
+    file.write_text("".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS))
+    return str(file)
+
+
+def losses_in(folder) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def test_run_reports_draws_and_saves(run, tmp_path):
+    result = run("--save-every", "2")
+    assert result.exit_code == 0, result.output
+    assert "chunk_gated_delta_rule: qwen/flashqla in 3 layers" in result.output
+    folder = tmp_path / "finetune-output"
+    summary = json.loads((folder / "report.json").read_text())
+    assert summary["losses"] == losses_in(folder) and len(summary["losses"]) == 4
+    assert summary["step_ms"] > 0 and summary["tokens_per_second"] > 0 and summary["peak_mb"] > 0
+    assert summary["tokens_per_step"] == 32 and len(summary["held_out"]) == 2
+    assert summary["tokens_per_second"] == pytest.approx(32e3 / summary["step_ms"])
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in folder.iterdir()} >= {"checkpoint-2", "checkpoint-4", "model"}
+
+
+def test_resumed_run_is_the_uninterrupted_one(run, tmp_path):
+    """The same losses, bit for bit, and the same weights."""
+    assert run("--output", "whole").exit_code == 0
+    assert run("--output", "cut", "--save-every", "2", "--stop-after", "3").exit_code == 0
+    assert len(losses_in(tmp_path / "cut")) == 3
+    result = run("--output", "cut", "--save-every", "2", "--resume")
+    assert result.exit_code == 0, result.output
+    assert losses_in(tmp_path / "cut") == losses_in(tmp_path / "whole")
+    whole, cut = ((tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert whole == cut
+
+
+def test_interrupted_run_says_how_to_go_on(run, monkeypatch):
+    plain_step = training._Trainer.training_step
+    taken = []
+
+    def interrupted(self, *args, **kwargs):
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+        taken.append(1)
+        return plain_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(training._Trainer, "training_step", interrupted)
+    result = run("--save-every", "2")
+    assert result.exit_code == 1
+    assert "interrupted after step 3; the same command with --resume goes on from checkpoint-2." in result.output
+
+
+@pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
+def test_gradient_checkpointing_changes_no_loss(run, tmp_path, kind):
+    assert run("--output", "without", "--no-save-model").exit_code == 0
+    assert run("--output", "with", "--no-save-model", "--checkpointing", kind).exit_code == 0
+    assert losses_in(tmp_path / "with") == losses_in(tmp_path / "without")
+
+
+def test_packed_documents_are_shown_to_be_kept_apart(run, documents):
+    result = run("--verify-packing", "--seq-len", "128", "--held-out", "1", documents)
+    assert result.exit_code == 0, result.output
+    assert "its gradients differ from those of the documents one by one by" in result.output
+    assert "documents kept apart" in result.output
+
+
+def test_packing_that_is_ignored_would_be_noticed(run, documents, monkeypatch):
+    def deaf(rows):
+        batch = training.flatten(rows)
+        return {name: batch[name] for name in ("input_ids", "labels")}
+
+    monkeypatch.setattr(packing, "flatten", deaf)
+    result = run("--verify-packing", "--seq-len", "128", "--held-out", "1", documents)
+    assert result.exit_code == 1 and "packed documents are not kept apart" in result.output
+
+
+def test_comparison_runs_the_same_steps_elsewhere(run, tmp_path, monkeypatch):
+    """In a process of its own, in which transformers finds no library that it would call, although there are some."""
+    (tmp_path / "installed").mkdir()
+    for name in implementations.ACCELERATING:
+        (tmp_path / "installed" / f"{name}.py").write_text("raise SystemExit('it was imported')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "installed"))
+    result = run("--compare", "plain:2", "--compare", "fla", "--no-save-model")
+    assert result.exit_code == 0, result.output
+    assert "no run of FLA: flash-linear-attention is not installed." in result.output
+    runs = json.loads((tmp_path / "finetune-output" / "comparison.json").read_text())["runs"]
+    assert [one["kernel"] for one in runs] == ["flashqla", "plain", "fla"], runs
+    assert runs[1]["losses"] == pytest.approx(runs[0]["losses"][:2], rel=1e-5) and runs[1]["served_by"] == {}
+
+
+def test_failed_comparison_is_a_sentence(run, monkeypatch):
+    failing = [sys.executable, "-c", "print('working'); print('error: no such luck.'); raise SystemExit(1)"]
+    monkeypatch.setattr(compare, "command_of", lambda settings: failing)
+    result = run("--compare", "plain", "--no-save-model")
+    assert result.exit_code == 0 and "no run of transformers: failed: no such luck." in result.output
+
+
+def test_comparison_takes_every_option_over(run, monkeypatch):
+    """What a process of a comparison is told gives the settings that it was made from."""
+    seen = []
+
+    def keep(settings, *rest):
+        seen.append(settings)
+        raise FinetuneError("enough.")
+
+    monkeypatch.setattr(command, "run", keep)
+    run("--batch-size", "3", "--precision", "mixed", "--learning-rate", "0.01", "some text")
+    other = compare._settings_of("plain-eager", 7, seen[0])
+    CliRunner().invoke(build_app("finetune"), compare.command_of(replace(other, stop_after=2))[3:])
+    assert seen[1] == replace(other, stop_after=2)
+    assert (other.kernel, other.attention, other.batch_size, other.data) == ("plain-eager", "eager", 3, "some text")
+
+
+REFUSED = {
+    "kernel": (["--kernel", "nobody"], "--kernel is nobody; it must be one of flashqla, plain,"),
+    "kernel not there": (["--kernel", "fla"], "flash-linear-attention is not installed; leave the option out"),
+    "checkpointing": (["--checkpointing", "some"], "--checkpointing is some; it must be one of none,"),
+    "precision": (["--precision", "fp8"], "--precision is fp8; it must be one of bf16,"),
+    "attention": (["--attention", "none"], "--attention is none; it must be one of sdpa,"),
+    "comparison": (["--compare", "plain:0"], "--compare is plain:0; it must be all or one of plain,"),
+    "packed comparison": (["--packed", "--compare", "plain"], "leave out --packed to compare on unbroken text"),
+    "stop": (["--stop-after", "9"], "--stop-after is 9 and --steps 4; stop no later than that"),
+    "device": (["--device", "cuda:7"], "device cuda:7 cannot be used here"),
+    "text": (["nowhere.jsonl"], "data is nowhere.jsonl, which is no"),
+    "short text": (["short.txt"], "data has 6 tokens, and 2 held-out rows and one to train on take 96"),
+    "empty text": (["empty.txt"], "data is empty.txt, which holds no text"),
+    "empty folder": (["folder"], "data is folder, which holds no text file; text files end in .txt,"),
+    "binary": (["binary.txt"], "binary.txt is not text in UTF-8"),
+    "column": (["--column", "body", "lines.jsonl"], "line 1 of lines.jsonl is no JSON object with a field body"),
+    "model": (["--model", "./nowhere"], "model is ./nowhere, which is none of qwen3.5-0.8b, tiny, and"),
+    "nothing to resume": (["--resume"], "finetune-output holds no run to resume; leave out --resume"),
+    "packing": (["--verify-packing", "long.txt"], "no row holds several documents"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_error_is_one_sentence_before_any_work(run, tmp_path, monkeypatch, case):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "short.txt").write_text("short.")
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "long.txt").write_text("words " * 200)
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "lines.jsonl").write_text('{"text": "a"}\n')
+    options, sentence = REFUSED[case]
+    result = run(*options)
+    assert result.exit_code == 1, result.output
+    said = " ".join(result.output.split("error: ")[1].split())
+    assert sentence in said and said.endswith(".") and ". " not in said
+    assert not (tmp_path / "finetune-output" / "steps.jsonl").exists()
+
+
+def test_earlier_run_is_neither_mixed_with_nor_continued_with_other_options(run):
+    assert run("--save-every", "2", "--stop-after", "2", "--no-save-model").exit_code == 0
+    again, other = run("--save-every", "2"), run("--resume", "--seed", "1")
+    assert again.exit_code == other.exit_code == 1
+    assert "finetune-output holds checkpoint-2 of an earlier run; pass --resume to go on" in again.output
+    assert "seed is 1 and the run in finetune-output has 0; resume it with the same options" in other.output
+    assert run("--overwrite", "--no-save-model").exit_code == 0
+    assert run("--resume", "--stop-after", "2").exit_code == 1
+
+
+def test_pretrained_model_trains_with_its_tokenizer(run, tmp_path, documents):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.transformers.families import tiny_model
+
+    words = sorted({word for document in DOCUMENTS for word in document.split()})
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(["<end>", *words][:64])}, unk_token="<end>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(tmp_path / "mine")
+    tiny_model("qwen3_next").save_pretrained(tmp_path / "mine")
+    result = run("--model", str(tmp_path / "mine"), documents)
+    assert result.exit_code == 0, result.output
+    assert "qwen/flashqla in 3 layers" in result.output
+
+
+def test_model_without_gated_delta_rule_is_refused(run, monkeypatch):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
+    monkeypatch.setattr(model, "_random", lambda settings: (llama, list))
+    result = run()
+    assert result.exit_code == 1 and "LlamaForCausalLM without a gated delta rule layer" in result.output
+
+
+def test_run_of_another_kernel_under_our_name_is_refused(run, tmp_path):
+    """An empty repository serves nothing."""
+    (tmp_path / "empty" / "build").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="replaces nothing"):
+        result = run("--source", str(tmp_path / "empty"))
+    assert result.exit_code == 1 and "would be served by transformers in 3 layers on cpu" in result.output
+
+
+def test_library_that_was_not_called_is_no_run_of_it():
+    with pytest.raises(FinetuneError, match="flash-linear-attention is installed but the layers did not call it"):
+        implementations.require_called("fla")
+
+
+def run_of(kernel: str, *losses: float) -> dict:
+    return {"kernel": kernel, "losses": list(losses)}
+
+
+def test_verdict_is_measured_by_rounding_alone():
+    plain, rounding = run_of("plain", 2.0, 1.0), run_of("plain-eager", 2.0, 1.01)
+    assert report.verdict([run_of("flashqla", 2.0, 1.014), plain, rounding])[0]
+    assert not report.verdict([run_of("flashqla", 2.0, 1.016), plain, rounding])[0]
+    assert not report.verdict([run_of("flashqla", 2.0, float("nan")), plain, rounding])[0]
+    assert report.verdict([run_of("flashqla", 2.0), plain]) is None
+    passes, sentence = report.verdict([run_of("flashqla", 9.0, 1.0), plain, {"kernel": "plain-eager", "losses": [2.0]}])
+    assert not passes and "over 1 steps" in sentence
+
+
+def test_rows_cut_the_text_and_segments_cut_the_rows():
+    corpus = text.join(["abcdef", "gh", "ijklmnop"], lambda document: list(document.encode()))
+    assert corpus.starts.tolist() == [0, 6, 8]
+    unbroken = text.Rows(corpus, 5, 0, 3, packed=False)
+    assert [bytes(row["input_ids"].tolist()).decode() for row in unbroken] == ["abcde", "fghij", "klmno"]
+    packed = text.Rows(corpus, 5, 0, 3, packed=True)
+    segments = [[bytes(part["input_ids"]).decode() for part in row["segments"]] for row in packed]
+    assert segments == [["abcde"], ["f", "gh", "ij"], ["klmno"]]
+
+
+def test_folder_is_read_in_the_order_of_its_paths(tmp_path):
+    for name, content in {"b.txt": "second", "a/c.md": "first", "image.png": "no"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert text.read_documents(str(tmp_path), "text") == ["first", "second"]
+
+
+def test_dataset_of_the_hub_is_read(monkeypatch):
+    from types import ModuleType
+
+    class Train(dict):
+        column_names = ("text",)
+
+    datasets = ModuleType("datasets")
+    datasets.load_dataset = lambda name, split: Train(text=[name, split])
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    monkeypatch.setattr(text, "find_spec", lambda name: datasets)
+    assert text.read_documents("someone/some-text", "text") == ["someone/some-text", "train"]
+    with pytest.raises(FinetuneError, match="has no column body; --column takes text"):
+        text.read_documents("someone/some-text", "body")
+
+
+def test_default_shape_is_that_of_the_small_qwen3_5():
+    """24 layers of which 18 are gated delta rule layers, 16 key and 16 value heads of 128."""
+    from transformers import Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(**model.SHAPES[model.LARGE])
+    assert config.layer_types.count("linear_attention") == 18 and len(config.layer_types) == 24
+    assert config.linear_key_head_dim == config.linear_value_head_dim == 128
+    assert (config.linear_num_key_heads, config.linear_num_value_heads, config.hidden_size) == (16, 16, 1024)
