@@ -20,7 +20,7 @@ FLOOR_STAMP = $(call stamp,$(FLOOR_VENV),floor)
 BUILD_STAMP = $(call stamp,$(BUILD_VENV),build)
 PYTEST_ARGS ?=
 
-.PHONY: help demo test test-floor test-build check build lint format
+.PHONY: help demo test test-floor test-build check build verify-build lint format
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
@@ -39,8 +39,12 @@ test-floor: $(FLOOR_STAMP)
 test-build: $(BUILD_STAMP)
 	$(BUILD_PYTHON) -m pytest tests/compile tests/launch $(PYTEST_ARGS)
 
-build: $(MAIN_STAMP)
-	$(PYTHON) -m flashqla_hub build
+build: $(BUILD_STAMP)
+	$(BUILD_PYTHON) -m flashqla_hub build
+
+# Compile every library anew and compare it byte for byte with the one in build/.
+verify-build: $(BUILD_STAMP)
+	$(BUILD_PYTHON) -m flashqla_hub check --recompile
 
 check: $(MAIN_STAMP)
 	$(PYTHON) -m flashqla_hub check

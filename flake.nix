@@ -1,6 +1,6 @@
 # A development shell, and nothing more: `nix develop` gives Python 3.11 and git, and the libraries that wheels from PyPI
-# expect on a system without /lib64. It cannot build the kernel by kernel-builder, which compiles CUDA sources: build/ is
-# assembled by `python -m flashqla_hub build` from pip-installed tools. The shell pins no revision of nixpkgs until a
+# expect on a system without /lib64. It cannot build the kernel by kernel-builder, which compiles CUDA sources, while the
+# kernels here are TileLang: `make build` assembles build/ with compilers from PyPI, and needs g++ and make. The shell pins no revision of nixpkgs until a
 # flake.lock is committed, so tests do not depend on it.
 {
   description = "Development shell of FlashQLA on the Hub";
@@ -13,7 +13,7 @@
       shellFor = system:
         let pkgs = nixpkgs.legacyPackages.${system};
         in pkgs.mkShell {
-          packages = [ pkgs.python311 pkgs.git ];
+          packages = [ pkgs.python311 pkgs.git pkgs.gcc pkgs.gnumake ];
           LD_LIBRARY_PATH = pkgs.lib.makeLibraryPath [ pkgs.stdenv.cc.cc.lib pkgs.zlib ];
           shellHook = ''
             test -d .venv || python -m venv .venv

@@ -24,15 +24,20 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 @pytest.fixture(scope="session")
 def kernel_folder() -> Path:
-    """A folder that `kernels.get_local_kernel` accepts: the repository, whose build/ must be that of its sources."""
+    """A folder that `kernels.get_local_kernel` accepts: the repository, whose build/ must be that of its sources.
+
+    That goes for the variants that are there; `python -m flashqla_hub check` also wants them all.
+    """
     if VARIANT_VARIABLE in os.environ:
         return Path(os.environ[VARIANT_VARIABLE]).resolve()
     from flashqla_hub.package.errors import PackageError
     from flashqla_hub.package.repository_rules import freshness_problems
     from flashqla_hub.package.subject import read_subject
+    from flashqla_hub.package.variants import VARIANTS
 
     try:
-        problems = freshness_problems(read_subject(ROOT))
+        subject = read_subject(ROOT)
+        problems = freshness_problems(subject, [variant for variant in VARIANTS if variant.name in subject.variants])
     except PackageError as error:
         problems = [str(error)]
     if problems:

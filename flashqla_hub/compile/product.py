@@ -94,10 +94,13 @@ def compile_product(
     return _write(out, namespace, libraries, manifest, kernels)
 
 
-def compile_library(machine: str, namespace: str, specs: Sequence[KernelSpec], cache_folder: Path | None) -> bytes:
-    """The library for one CPU alone, judged like those of `compile_product` and equal to its bytes."""
-    tools = find_tools()
-    library = _link(tools, machine, namespace, compile_kernels(specs, tools, Cache(cache_folder)), cache_folder)
+def link_library(machine: str, namespace: str, kernels: Sequence[CompiledKernel], cache_folder: Path | None) -> bytes:
+    """The library of compiled kernels for one CPU alone, judged like those of `compile_product` and equal to its bytes.
+
+    Raises:
+        CompilerError, GateFailure: it does not link, or would not load everywhere.
+    """
+    library = _link(find_tools(), machine, namespace, kernels, cache_folder)
     judge_library(library, machine)
     return library
 

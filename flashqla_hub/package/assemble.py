@@ -8,9 +8,10 @@ import base64
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from ..compile.errors import CompileError
 from .errors import PackageError
 from .loading import MINIMUM_KERNELS
 from .project import Project
@@ -82,27 +83,50 @@ def namespace(project: Project, files: Mapping[str, bytes], variant: Variant) ->
     return f"_{project.python_name}_{digest.hexdigest()[:NAMESPACE_DIGITS]}"
 
 
-def assemble_variant(project: Project, variant: Variant) -> dict[str, bytes]:
-    """The files of one variant, by path relative to its directory."""
+def compiled_library(variant: Variant, unique: str) -> bytes:
+    """The library of a variant, made by the compilers of requirements/build.txt.
+
+    Raises:
+        PackageError: a compiler is missing or refuses a kernel; one sentence for each reason.
+    """
+    try:
+        return variant.library.compile(unique)
+    except CompileError as error:
+        raise PackageError(str(error)) from error
+
+
+def assemble_variant(
+    project: Project, variant: Variant, library: Callable[[Variant, str], bytes] = compiled_library
+) -> dict[str, bytes]:
+    """The files of one variant, by path relative to its directory; `library(variant, namespace)` gives its library."""
     sources = shipped_files(project)
     unique = namespace(project, sources, variant)
     template = _ops_template(variant)
     imports = "import os\n\n" if variant.library is not None else ""
     files = {**sources, OPS: template.format(namespace=unique, imports=imports).encode()}
     if variant.library is not None:
-        files[f"{unique}.so"] = variant.library.compile(unique)
+        files[library_name(unique)] = library(variant, unique)
     files[METADATA] = _metadata(project, variant, unique, files)
     return files
 
 
-def assemble(project: Project, variants: Iterable[Variant] = VARIANTS) -> dict[str, bytes]:
+def library_name(unique: str) -> str:
+    """File name of the library whose ops are registered under `unique`."""
+    return f"{unique}.so"
+
+
+def assemble(
+    project: Project,
+    variants: Iterable[Variant] = VARIANTS,
+    library: Callable[[Variant, str], bytes] = compiled_library,
+) -> dict[str, bytes]:
     """Everything under `build/`, by path relative to it: one directory per variant, and the card."""
     card = project.root / CARD
     if not card.is_file():
         raise PackageError(f"{card} is missing; it becomes the README of the kernel's page on the Hub.")
     files = {CARD: card.read_bytes()}
     for variant in variants:
-        for path, content in assemble_variant(project, variant).items():
+        for path, content in assemble_variant(project, variant, library).items():
             files[f"{variant.name}/{path}"] = content
     return dict(sorted(files.items()))
 

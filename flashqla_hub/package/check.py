@@ -22,6 +22,7 @@ from .subject import Subject, read_subject
 from .variants import is_variant_name
 
 LOAD_SECONDS = 120
+RECOMPILED = "libraries equal a compilation"
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ class Result:
     skipped: str = ""
 
 
-def run_checks(subject: Subject) -> Iterator[Result]:
-    """Run every check, in the order of the table; the slow one, loading, comes last."""
-    for name, problems in CHECKS.items():
+def run_checks(subject: Subject, recompile: bool = False) -> Iterator[Result]:
+    """Run every check, in the order of the table; the slow ones come last."""
+    checks = CHECKS | ({RECOMPILED: repository.recompilation_problems} if recompile else {})
+    for name, problems in checks.items():
         skipped = _skip_reason(name, subject)
         yield Result(name, skipped=skipped) if skipped else Result(name, tuple(problems(subject)))
 
@@ -99,7 +101,7 @@ CHECKS: dict[str, Callable[[Subject], list[str]]] = {
 
 
 def _skip_reason(name: str, subject: Subject) -> str:
-    if name == "build/ equals the sources" and subject.project is None:
+    if name in ("build/ equals the sources", RECOMPILED) and subject.project is None:
         return "a download has no sources beside it"
     if name == "card" and subject.project is None and repository.card_path(subject) is None:
         return "the card is on branch main"
@@ -127,10 +129,13 @@ def _probe(variant: Path) -> dict:
 
 def check_command(
     path: Annotated[Path, typer.Argument(help="A source tree with build/, or a download.")] = Path(),
+    recompile: Annotated[
+        bool, typer.Option("--recompile", help="Also compile the libraries and compare them byte for byte.")
+    ] = False,
 ) -> None:
     """Check a kernel repository: layout, metadata, digests, sources, card, and that it loads."""
     with told_in_one_sentence():
-        results = list(run_checks(read_subject(path)))
+        results = list(run_checks(read_subject(path), recompile))
         _print_table(path, results)
         problems = [problem for result in results for problem in result.problems]
         for problem in problems:

@@ -3,18 +3,18 @@
 import json
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 from kernels.variants import NoarchVariant, parse_variant
 
-from .assemble import CARD, METADATA, OPS, assemble, read_tree
+from .assemble import CARD, METADATA, OPS, assemble, library_name, read_tree
 from .errors import PackageError
 from .kernel_data import Digest, DigestAlgorithm, DigestValidationError, Metadata
 from .source_rules import layer_names, public_names
 from .subject import Subject
-from .variants import VARIANTS, is_variant_name
+from .variants import VARIANTS, Variant, is_variant_name
 
 REBUILD = "run `python -m flashqla_hub build`"
 FIRST_FUNCTION = "chunk_gated_delta_rule"
@@ -135,17 +135,37 @@ def card_problems(subject: Subject) -> list[str]:
     return problems
 
 
-def freshness_problems(subject: Subject) -> list[str]:
-    """`build/` is what the sources give, byte for byte."""
+def freshness_problems(subject: Subject, variants: Sequence[Variant] = VARIANTS) -> list[str]:
+    """`build/` is what the sources give for `variants`, byte for byte, except that a library is believed by its name.
+
+    That name carries the digest of everything the library is made from; `recompilation_problems` compiles and compares.
+    """
+    present = read_tree(subject.build)
+
+    def committed(variant: Variant, unique: str) -> bytes:
+        return present.get(f"{variant.name}/{library_name(unique)}", b"")
+
     try:
-        fresh = assemble(subject.project)
+        fresh = assemble(subject.project, variants, library=committed)
     except PackageError as error:
         return [str(error)]
-    present = read_tree(subject.build)
     different = [path for path in sorted(fresh.keys() | present.keys()) if fresh.get(path) != present.get(path)]
     if different:
         return [f"build/ is not what the sources give ({_some(different)}); {REBUILD} and commit it."]
     return []
+
+
+def recompilation_problems(subject: Subject) -> list[str]:
+    """Every library of `build/` is what the compilers of requirements/build.txt make of the sources, byte for byte."""
+    present = read_tree(subject.build)
+    try:
+        fresh = assemble(subject.project)
+    except PackageError as error:
+        return str(error).splitlines()
+    different = [path for path in sorted(fresh) if path.endswith(".so") and fresh[path] != present.get(path)]
+    return [
+        f"build/{path} is not what the compilers make of the sources; {REBUILD} and commit it." for path in different
+    ]
 
 
 def card_path(subject: Subject) -> Path | None:

@@ -11,6 +11,8 @@ from typing import Protocol
 
 from kernels.variants import parse_variant
 
+from ..compile.native_library import AheadOfTimeLibrary
+
 
 class NativeLibrary(Protocol):
     """A shared library that registers ops. Frozen, so that a variant stays a value."""
@@ -40,7 +42,20 @@ class Variant:
     library: NativeLibrary | None = None
 
 
-VARIANTS = (Variant(name="torch-universal", backend="cpu"),)
+MACHINES = ("x86_64", "aarch64")
+
+# A library uses the stable ABI of torch 2.9, which later versions keep, and no CUDA run time. `kernels` matches CUDA by major
+# version with a minor at least the variant's, so the same library lies under one name for CUDA 12 and one for CUDA 13.
+CUDA_VERSIONS = ("cu126", "cu130")
+
+VARIANTS = (
+    *(
+        Variant(f"torch-stable-abi29-{cuda}-{machine}-linux", "cuda", ("9.0a",), AheadOfTimeLibrary(machine))
+        for cuda in CUDA_VERSIONS
+        for machine in MACHINES
+    ),
+    Variant(name="torch-universal", backend="cpu"),
+)
 
 
 def is_variant_name(name: str) -> bool:

@@ -10,11 +10,14 @@ import pytest
 from fresh_process import RunPython
 from source_tree import build, commit_all
 
+from flashqla_hub.compile.tools import explain_missing_tools
+from flashqla_hub.package.assemble import read_tree
 from flashqla_hub.package.check import CHECKS, check_command, load_problems, run_checks
 from flashqla_hub.package.errors import PackageError
 from flashqla_hub.package.subject import Subject, read_subject
 
 VARIANT = Path("build/torch-universal")
+COMPILED = Path("build/torch-stable-abi29-cu130-x86_64-linux")
 MODULE = VARIANT / "layers.py"
 Breakage = Callable[[Path], None]
 
@@ -55,6 +58,19 @@ def change_metadata(**changes: object) -> Breakage:
     return breakage
 
 
+def library_of(root: Path) -> Path:
+    (library,) = (root / COMPILED).glob("*.so")
+    return library
+
+
+def remove_library(root: Path) -> None:
+    library_of(root).unlink()
+
+
+def change_library(root: Path) -> None:
+    library_of(root).write_bytes(b"another library")
+
+
 def problems_of(check: str, root: Path) -> list[str]:
     return CHECKS[check](read_subject(root))
 
@@ -67,6 +83,7 @@ BROKEN = [
     ("layout", remove(VARIANT / "_ops.py"), "has no _ops.py"),
     ("layout", write(VARIANT / "flashqla/__init__.py", ""), "repeats the kernel inside itself"),
     ("layout", write(VARIANT / "flashqla.so", ""), "has the libraries"),
+    ("layout", remove_library, "has the libraries [], not ['_flashqla_"),
     ("no bytecode", write(VARIANT / "__pycache__/layers.cpython-311.pyc", ""), "is compiled Python"),
     ("metadata", write(VARIANT / "metadata.json", "{}"), "kernels cannot read"),
     ("metadata", change_metadata(id="_flashqla_0123456789ab"), "is not the op namespace"),
@@ -77,6 +94,7 @@ BROKEN = [
     ("metadata", change_metadata(backend={"type": "cuda"}), "backend 'cuda' is not 'cpu'"),
     ("digests", append(MODULE, "# changed"), "torch-universal differs from its digest"),
     ("digests", change_metadata(digest=None), "has no digest"),
+    ("digests", change_library, "cu130-x86_64-linux differs from its digest"),
     ("public names", append(VARIANT / "__init__.py", "__all__ += ['more']"), "assign __all__ once"),
     ("public names", replace(VARIANT / "__init__.py", '"chunk_gated_delta_rule",', ""), "first in __all__"),
     ("public names", write(MODULE, ""), "layers.py defines no class"),
@@ -140,6 +158,8 @@ BROKEN = [
     ("build/ equals the sources", append(MODULE, "# changed"), "torch-universal/layers.py"),
     ("build/ equals the sources", write(VARIANT / "extra.py", ""), "torch-universal/extra.py"),
     ("build/ equals the sources", append(Path("CARD.md"), "More."), "CARD.md"),
+    ("build/ equals the sources", remove_library, "cu130-x86_64-linux/_flashqla_"),
+    ("build/ equals the sources", change_library, "cu130-x86_64-linux/metadata.json"),
     ("build/ equals the sources", remove(Path("torch-ext/flashqla/__init__.py")), "has no __init__.py"),
     (
         "loads with kernels",
@@ -249,10 +269,25 @@ def test_command_accepts_a_fresh_build(released: Path, capsys: pytest.CaptureFix
     assert rows == [[name, "ok"] for name in CHECKS]
 
 
-def test_build_command_makes_the_checks_pass(sources: Path, run_python: RunPython):
+def test_build_command_makes_what_the_check_wants(sources: Path, run_python: RunPython):
     commit_all(sources)
-    done = run_python("-m", "flashqla_hub", "build", sources)
-    assert done.returncode == 0 and "torch-universal" in done.stdout, done.stderr
-    assert problems_of("build/ equals the sources", sources) == []
+    done = run_python("-m", "flashqla_hub", "build", sources, "--variant", VARIANT.name)
+    assert done.returncode == 0 and f"build: {VARIANT.name};" in done.stdout, done.stderr
+    made = read_tree(sources / VARIANT)
+    assert {path.name for path in (sources / "build").iterdir()} == {"CARD.md", VARIANT.name}
+    assert "torch-stable-abi29-cu126-aarch64-linux" in problems_of("build/ equals the sources", sources)[0]
     build(sources)
     assert problems_of("build/ equals the sources", sources) == []
+    assert read_tree(sources / VARIANT) == made
+
+
+def test_build_of_an_unknown_variant_is_refused(sources: Path, run_python: RunPython):
+    done = run_python("-m", "flashqla_hub", "build", sources, "--variant", "torch-cpu")
+    assert done.returncode == 1 and "there is no variant torch-cpu; there are torch-" in done.stderr
+
+
+@pytest.mark.skipif(explain_missing_tools() is None, reason="the compilers are installed")
+def test_build_without_the_compilers_names_them_and_writes_nothing(sources: Path, run_python: RunPython):
+    done = run_python("-m", "flashqla_hub", "build", sources)
+    assert done.returncode == 1 and "pip install -r requirements/build.txt" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not (sources / "build").exists()

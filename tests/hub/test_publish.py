@@ -24,9 +24,11 @@ REPO = "qwen/flashqla"
 
 
 @pytest.fixture
-def api(hub: Hub):
+def api(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    """A client of that Hub, which takes large files over plain HTTP alone."""
     from huggingface_hub import HfApi
 
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     return HfApi(endpoint=hub.url, token=TOKEN)
 
 
@@ -112,7 +114,6 @@ def test_interrupted_publication_is_finished_by_running_it_again(committed: Path
 def test_half_uploaded_libraries_are_not_uploaded_again(
     committed: Path, hub: Hub, api, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     library = {"build/torch-universal/ops.so": b"\x7fELF library"}
     monkeypatch.setattr(publishing, "published_files", lambda project: {"v1": library})
     hub.fail("POST .*/commit/v1", 400)
