@@ -15,7 +15,7 @@ from .package.errors import PackageError
 from .package.loading import load, local_folder
 
 # Hub names that have a kernel for compute capability 9.0.
-SM90_KERNELS: tuple[str, ...] = ()
+SM90_KERNELS: tuple[str, ...] = ("chunk_gated_delta_rule",)
 SM90 = (9, 0)
 
 # Devices on which the PyTorch path serves every name. Elsewhere transformers has kernels or paths of its own.
@@ -137,8 +137,6 @@ def explain_device(device_type: str) -> str | None:
         return None
     if device_type != "cuda":
         return f"the kernel serves {', '.join(TORCH_PATH_DEVICES)} and cuda, not {device_type}"
-    if not SM90_KERNELS:
-        return "this version of the kernel has nothing for CUDA yet"
     if not torch.cuda.is_available():
         return "the kernel serves GPUs of compute capability 9.0, and this process sees no GPU"
     major, minor = torch.cuda.get_device_capability()
