@@ -4,14 +4,42 @@ Each error is one sentence with the argument, the rule, the value and the way ou
 """
 
 import os
+from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 # Looking at the values of a CUDA tensor waits for the GPU and breaks graph capture, so on CUDA it is done on request only.
 CHECK_CU_SEQLENS = "FLASHQLA_CHECK_CU_SEQLENS"
+
+
+# Types whose operations PyTorch alone carries out; every other subclass may want to see them.
+PLAIN_TYPES = (Tensor, Parameter)
+
+
+def can_call_directly(*tensors: Optional[Tensor]) -> bool:
+    """Whether a compiled op may be called as it is, without the op around it that autograd and tracers know.
+
+    True if no gradient is wanted, nothing traces, watches or transforms the call, and every tensor is a plain one; None
+    stands for an argument that is left out. It costs about a microsecond and saves the wrapping op, about 25.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    records = torch.is_grad_enabled()
+    for x in tensors:
+        if x is not None and (type(x) not in PLAIN_TYPES or (records and x.requires_grad)):
+            return False
+    return True
 
 
 def check_floating(name: str, x: Tensor) -> None:

@@ -104,7 +104,8 @@ def chunk_gated_delta_rule(
         Computed in float32 (float64 for float64 inputs), also under autocast. The backward recomputes; between forward
         and backward only the inputs and a few states are kept. Second derivatives are not available.
     """
-    _refuse_unsupported(cp_context=cp_context, **unknown)
+    if cp_context is not None or unknown:
+        _refuse_unsupported(cp_context=cp_context, **unknown)
     validation.check_flags(
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -119,13 +120,20 @@ def chunk_gated_delta_rule(
         g = gates.log_decay(g, A_log, dt_bias)
     if use_beta_sigmoid_in_kernel:
         beta = gates.writing_strength(beta, allow_neg_eigval)
-    if state_v_first and initial_state is not None:
-        initial_state = initial_state.mT
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    o, final_state = autograd.forward(
-        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, chunk_size
+    return autograd.forward(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        cu_seqlens,
+        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        use_qk_l2norm_in_kernel,
+        chunk_size,
+        state_v_first,
+        output_final_state,
     )
-    return o, _public_state(final_state, output_final_state, state_v_first)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -218,13 +226,12 @@ def chunk_gated_delta_rule_fwd(
         state_v_first=state_v_first,
     )
     validation.check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first)
-    if state_v_first and initial_state is not None:
-        initial_state = initial_state.mT
+    initial_state = autograd.state_k_first(initial_state, state_v_first)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     o, final_state, residuals = autograd.forward_alone(
         q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, chunk_size
     )
-    return ForwardResult(o, _public_state(final_state, output_final_state, state_v_first), residuals)
+    return ForwardResult(o, autograd.public_state(final_state, output_final_state, state_v_first), residuals)
 
 
 def chunk_gated_delta_rule_bwd(
@@ -260,19 +267,13 @@ def chunk_gated_delta_rule_bwd(
     )
     validation.check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first)
     validation.check_gradients(q, v, residuals, do, dht, cu_seqlens, state_v_first)
-    state, dht = (x.mT if state_v_first and x is not None else x for x in (initial_state, dht))
+    state, dht = (autograd.state_k_first(x, state_v_first) for x in (initial_state, dht))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     *grads, dh0 = autograd.backward_alone(
         q, k, v, g, beta, state, cu_seqlens, residuals, do, dht, scale, use_qk_l2norm_in_kernel, chunk_size
     )
-    dh0 = _public_state(dh0, initial_state is not None, state_v_first)
+    dh0 = autograd.public_state(dh0, initial_state is not None, state_v_first)
     return BackwardResult(*grads, dh0 if dh0 is None else dh0.to(initial_state.dtype))
-
-
-def _public_state(state: Tensor, wanted: bool, state_v_first: bool) -> Optional[Tensor]:
-    if not wanted:
-        return None
-    return state.mT.contiguous() if state_v_first else state
 
 
 def _refuse_unsupported(**given) -> None:

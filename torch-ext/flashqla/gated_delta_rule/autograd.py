@@ -11,14 +11,37 @@ from torch import Tensor
 from . import ops
 
 
-def forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size):
-    """o and final state, differentiable; residuals are kept only if a gradient can be asked for."""
-    inputs = (q, k, v, g, beta, initial_state)
+def forward(
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, state_v_first, output_final_state
+):
+    """o, differentiable, and the final state in the layout of the initial one, None unless asked for.
+
+    Residuals are kept only if a gradient can be asked for.
+    """
+    direct = ops.forward_directly(
+        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state
+    )
+    if direct is not None:
+        o, final_state = direct
+        return o, final_state if output_final_state else None
+    inputs = (q, k, v, g, beta, state_k_first(initial_state, state_v_first))
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     o, final_state, _ = ops.ops.gated_delta_rule_fwd(
         *inputs, cu_seqlens, scale, use_qk_l2norm, chunk_size, differentiable
     )
-    return o, final_state
+    return o, public_state(final_state, output_final_state, state_v_first)
+
+
+def state_k_first(state: Optional[Tensor], state_v_first: bool) -> Optional[Tensor]:
+    """A state as the ops take it, [N, HV, K, V]."""
+    return state.mT if state_v_first and state is not None else state
+
+
+def public_state(state: Tensor, wanted: bool, state_v_first: bool) -> Optional[Tensor]:
+    """A state of the ops as the caller asked for it."""
+    if not wanted:
+        return None
+    return state.mT.contiguous() if state_v_first else state
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix, ops
-from ..checks import check_cu_seqlens_values
+from ..checks import can_call_directly, check_cu_seqlens_values
 from . import capability, sm90_path, torch_path, validation
 
 FORWARD = "gated_delta_rule_fwd"
@@ -40,6 +40,23 @@ def gated_delta_rule_fwd(
         return torch_path.forward(
             q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, save_for_backward
         )
+
+
+def forward_directly(
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state
+) -> Optional[Tuple[Tensor, Tensor]]:
+    """o and the final state in the layout asked for, by the compiled op itself; None where the op above has to be called.
+
+    That op is for autograd and tracers. Where neither looks, its dispatch would cost twice the host time of the kernels.
+    """
+    if not can_call_directly(q, k, v, g, beta, initial_state, cu_seqlens):
+        return None
+    if capability.explain_unsupported(q, k, v, g, beta) is not None:
+        return None
+    _check_bounds(cu_seqlens, q)
+    return sm90_path.call(
+        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state
+    )
 
 
 def gated_delta_rule_bwd(

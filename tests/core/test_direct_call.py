@@ -1,0 +1,186 @@
+"""A call that nobody traces or differentiates goes to the compiled op itself; every other one through the op around it.
+
+On the CPU, with a stand-in for the compiled op; what counts is who is called, and with which layout of the states.
+"""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashqla_hub.reference import gated_delta_rule
+
+from .compare import relative_error
+from .inputs import TENSORS, make_problem, truth
+
+ROOMY = {"dim_k": 16, "dim_v": 16}
+
+
+@pytest.fixture
+def ways(part, monkeypatch) -> list[str]:
+    """Serve every forward by a stand-in for the compiled op; the list says whether a call was "direct" or "wrapped"."""
+    path, taken = part("gated_delta_rule.sm90_path"), []
+
+    def stand_in(q, k, v, g, beta, initial_state, cu_seqlens, scale, l2norm, state_v_first, output_final_state):
+        taken.append("direct")
+        if state_v_first and initial_state is not None:
+            initial_state = initial_state.mT
+        o, state = gated_delta_rule(
+            *(x.detach().double() for x in (q, k, v, g, beta)),
+            scale=scale,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+            use_qk_l2norm=l2norm,
+        )
+        state = (state.mT if state_v_first else state).float().contiguous()
+        return o.to(v.dtype), state if output_final_state else state[:0], o.new_empty(0)
+
+    def wrapped(*arguments):
+        result = forward(*arguments)
+        taken[-1] = "wrapped"
+        return result
+
+    forward = path.forward
+    monkeypatch.setattr(path, "forward", wrapped)
+    monkeypatch.setattr(path, "ops", SimpleNamespace(sm90_gated_delta_rule_fwd=stand_in))
+    monkeypatch.setattr(part("gated_delta_rule.capability"), "explain_unsupported", lambda *tensors: None)
+    return taken
+
+
+def problem(seed: int = 1400, bounds=(0, 40, 90)):
+    return make_problem(1, 100, 1, 2, seed=seed, bounds=list(bounds), states=(7, 8), **ROOMY).to(torch.float32)
+
+
+def call(kernel, p, **options):
+    tensors = [getattr(p, name) for name in TENSORS]
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True, **options}
+    return kernel.chunk_gated_delta_rule(*tensors, initial_state=p.initial_state, cu_seqlens=p.cu_seqlens, **options)
+
+
+def test_inference_is_direct_and_right(kernel, ways):
+    p = problem()
+    o, state = call(kernel, p)
+    assert ways == ["direct"]
+    assert relative_error(o, truth(p).o) <= 2e-5 and relative_error(state, truth(p).final_state) <= 2e-5
+
+
+def test_a_parameter_is_a_plain_tensor(kernel, ways):
+    p = problem()
+    with torch.no_grad():
+        call(kernel, replace(p, initial_state=torch.nn.Parameter(p.initial_state)))
+    assert ways == ["direct"]
+
+
+def test_states_with_v_first_are_handed_through(kernel, ways):
+    p = problem()
+    turned = replace(p, initial_state=p.initial_state.mT.contiguous())
+    o, state = call(kernel, turned, state_v_first=True)
+    expected_o, expected_state = call(kernel, p)
+    assert ways == ["direct"] * 2
+    assert torch.equal(o, expected_o) and torch.equal(state, expected_state.mT)
+
+
+def test_a_state_that_nobody_wants_is_none(kernel, ways):
+    p = problem()
+    _, state = call(kernel, p, output_final_state=False)
+    assert state is None and ways == ["direct"]
+
+
+class Watcher(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Marked(torch.Tensor):
+    """A subclass, which may want to see every operation."""
+
+
+def under_grad(kernel, p):
+    p.k.requires_grad_()
+    call(kernel, p)
+
+
+def under_a_dispatch_mode(kernel, p):
+    with Watcher():
+        call(kernel, p)
+
+
+def with_a_subclass(kernel, p):
+    call(kernel, replace(p, v=p.v.as_subclass(Marked)))
+
+
+def under_compile(kernel, p):
+    torch._dynamo.reset()
+    torch.compile(lambda: call(kernel, p), fullgraph=True, backend="eager")()
+    torch._dynamo.reset()
+
+
+def under_vmap(kernel, p):
+    torch.vmap(lambda g: call(kernel, replace(p, g=g), output_final_state=False)[0])(torch.stack([p.g, p.g]))
+
+
+def under_jit_trace(kernel, p):
+    torch.jit.trace(lambda g: call(kernel, replace(p, g=g))[0], p.g, check_trace=False)
+
+
+def under_forward_derivatives(kernel, p):
+    with forward_ad.dual_level():
+        call(kernel, p)
+
+
+WATCHED = [
+    under_grad,
+    under_a_dispatch_mode,
+    with_a_subclass,
+    under_compile,
+    under_vmap,
+    under_jit_trace,
+    under_forward_derivatives,
+]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("caller", WATCHED)
+def test_a_call_that_somebody_watches_goes_through_the_wrapping_op(kernel, ways, caller):
+    caller(kernel, problem())
+    assert ways and set(ways) == {"wrapped"}
+
+
+def test_no_grad_makes_a_training_call_direct(kernel, ways):
+    p = problem()
+    p.k.requires_grad_()
+    with torch.no_grad():
+        call(kernel, p)
+    assert ways == ["direct"]
+
+
+@pytest.mark.parametrize("bounds", [None, (0, 40, 90)], ids=["dense", "packed"])
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_sound_inputs_pass_in_one_pass(part, bounds, state_v_first):
+    """Otherwise each call would pay for the rules one by one."""
+    p = make_problem(2 if bounds is None else 1, 9, 1, 2, bounds=bounds and [0, 4, 9], states=(7, 8), dim_k=3, dim_v=5)
+    state = p.initial_state.mT if state_v_first else p.initial_state
+    tensors = [getattr(p, name) for name in TENSORS]
+    sound = part("gated_delta_rule.validation")._are_sound
+    assert sound(*tensors, None, state, p.cu_seqlens, 64, state_v_first)
+    assert not sound(*tensors, None, state, p.cu_seqlens, 64, not state_v_first)
+
+
+def test_an_inference_call_makes_few_python_calls(kernel, part, ways, monkeypatch):
+    """Host time without a clock: the Python functions that a call enters, the stand-in and its inside left out."""
+    p, entered = problem(), []
+    monkeypatch.setattr(
+        part("gated_delta_rule.sm90_path"),
+        "ops",
+        SimpleNamespace(sm90_gated_delta_rule_fwd=lambda *arguments: (p.v, p.initial_state, p.v)),
+    )
+    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        call(kernel, p)
+    finally:
+        sys.setprofile(None)
+    assert len(entered) <= 25, entered
