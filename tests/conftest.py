@@ -17,8 +17,10 @@ VARIANT_VARIABLE = "FLASHQLA_TEST_VARIANT"
 # The tensors of the tests are small, and two OpenMP threads that spin for one core are up to 20 times slower than one.
 torch.set_num_threads(1)
 
-settings.register_profile("repeatable", max_examples=1200, derandomize=True, deadline=None, database=None)
-settings.register_profile("explore", max_examples=20_000, deadline=None, print_blob=True)
+# The repeatable draws of all property tests take less than a minute of one core; exploring ones are new in every run.
+DRAWS = int(os.environ.get("FLASHQLA_FUZZ_DRAWS", 20_000))
+settings.register_profile("repeatable", max_examples=300, derandomize=True, deadline=None, database=None)
+settings.register_profile("explore", max_examples=DRAWS, deadline=None, print_blob=True, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 

@@ -240,3 +240,14 @@ def test_empty_inputs_give_empty_outputs(kernel, shape):
     if shape[0]:
         sequence = torch.zeros(shape[0], shape[2], dtype=torch.int32)
         assert kernel.causal_conv1d_fn(x, weight, seq_idx=sequence).shape == shape
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 5), (2, 3, 0)], ids=str)
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+def test_no_tokens_give_parameters_a_gradient_of_zero(kernel, shape, with_bias):
+    """As on a rank without tokens: DDP would wait for a gradient that is none."""
+    x, weight, bias = signed(shape, 1), signed((3, 4), 2), signed((3,), 3)
+    leaves = [tensor.requires_grad_() for tensor in ((x, weight, bias) if with_bias else (x, weight))]
+    y = kernel.causal_conv1d_fn(*leaves, activation="silu")
+    for leaf, grad in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
+        assert torch.equal(grad, torch.zeros_like(leaf))

@@ -1,10 +1,10 @@
-"""Drawn calls: every one gives the numbers of the float64 recurrence, or is refused in one sentence.
+"""Drawn calls: every one gives the numbers of the float64 definition, or is refused in one sentence.
 
-HYPOTHESIS_PROFILE=explore draws other and more of them.
+HYPOTHESIS_PROFILE=explore draws other and more of them, FLASHQLA_FUZZ_DRAWS as many as it says. `tests/sm90/test_fuzz.py`
+draws for the compiled kernels.
 """
 
 import re
-from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,120 +12,35 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from .inputs import GRADIENTS, TENSORS, Outcome, Problem, make_problem, truth, uniform
-from .test_side_effects import VIEWS
+from .drawn_calls import (
+    DTYPES,
+    Call,
+    Convolution,
+    Norm,
+    Ranges,
+    calls,
+    convolutions,
+    convolve,
+    expected_of,
+    gradients,
+    normalize,
+    norms,
+    run,
+)
+from .inputs import TENSORS, Problem, make_problem, truth
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Relative errors for drawn shapes. Small tensors meet rounding at its worst, so these are wider than in test_precision.
 ALLOWED = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-GATES = (0.0, -1e-3, -1.0, -30.0, -1000.0, -float("inf"))
 
-
-@dataclass(frozen=True)
-class Call:
-    """A problem and how it is handed over."""
-
-    problem: Problem
-    entry: str  # "chunk", "recurrent" or "by hand"
-    chunk_size: int
-    state_v_first: bool
-    losses: tuple[str, ...]
-
-
-@st.composite
-def shapes(draw) -> dict:
-    packed = draw(st.booleans())
-    heads = draw(st.integers(1, 3))
-    tokens = draw(st.one_of(st.integers(0, 20), st.integers(21, 140)))
-    return {
-        "batch": 1 if packed else draw(st.integers(0, 3)),
-        "tokens": tokens,
-        "heads": heads,
-        "value_heads": heads * draw(st.integers(1, 3)),
-        "dim_k": draw(st.integers(2, 12)),
-        "dim_v": draw(st.integers(0, 9)),
-        "bounds": [0, *sorted(draw(st.lists(st.integers(0, tokens), max_size=5)))] if packed else None,
-        "seed": draw(st.integers(0, 10**6)),
-        "states": (1, 2) if draw(st.booleans()) else None,
-    }
-
-
-@st.composite
-def calls(draw) -> Call:
-    problem = make_problem(**draw(shapes()), scale=draw(st.sampled_from([None, 1.0, -0.5])))
-    if draw(st.booleans()):
-        choice = (len(GATES) * uniform(tuple(problem.g.shape), draw(st.integers(0, 99)))).long()
-        problem = replace(problem, g=torch.tensor(GATES, dtype=torch.float64)[choice])
-    if draw(st.booleans()):  # keys as they are, of norm below 1
-        problem = replace(problem, use_qk_l2norm=False, k=problem.k / problem.k.shape[3] ** 0.5)
-    problem = replace(problem, beta=problem.beta * draw(st.sampled_from([1, 2])))
-    problem = problem.to(draw(st.sampled_from(DTYPES)))
-    for name in ("g", "beta", "initial_state"):
-        if getattr(problem, name) is not None:
-            problem = replace(problem, **{name: getattr(problem, name).to(draw(st.sampled_from(DTYPES)))})
-    for name in (*TENSORS, "do"):
-        view = draw(st.sampled_from([None, *VIEWS]))
-        problem = replace(problem, **{name: VIEWS[view](getattr(problem, name))}) if view else problem
-    losses = draw(st.sampled_from([("o",), ("final_state",), ("o", "final_state")]))
-    if problem.dht is None:
-        losses = ("o",)
-    entry = draw(st.sampled_from(["chunk", "recurrent", "by hand"]))
-    chunk_size = 64 if entry == "recurrent" else draw(st.sampled_from([16, 32, 64]))
-    return Call(problem, entry, chunk_size, draw(st.booleans()), losses)
-
-
-def run(kernel, call: Call) -> Outcome:
-    """The outcome through the drawn entry, states in the layout [N, HV, K, V]."""
-    problem = call.problem.map(lambda x: x.detach())
-    state, dht = (
-        None if x is None else x.mT if call.state_v_first else x for x in (problem.initial_state, problem.dht)
-    )
-    options = {
-        "scale": problem.scale,
-        "output_final_state": True,
-        "use_qk_l2norm_in_kernel": problem.use_qk_l2norm,
-        "state_v_first": call.state_v_first,
-        "cu_seqlens": problem.cu_seqlens,
-    }
-    tensors = {name: getattr(problem, name) for name in TENSORS}
-    grads = {"o": problem.do, "final_state": dht}
-    if call.entry == "by hand":
-        options["chunk_size"] = call.chunk_size
-        result = kernel.chunk_gated_delta_rule_fwd(**tensors, initial_state=state, **options)
-        given = [grads[name] if name in call.losses else None for name in ("o", "final_state")]
-        del options["output_final_state"]
-        outputs = result.o, result.final_state
-        gradients = kernel.chunk_gated_delta_rule_bwd(
-            **tensors, residuals=result.residuals, do=given[0], dht=given[1], initial_state=state, **options
-        )
-    else:
-        leaves = [x.requires_grad_() for x in tensors.values()]
-        if state is not None:
-            leaves.append(state.requires_grad_())
-        if call.entry == "chunk":
-            options["chunk_size"] = call.chunk_size
-            outputs = kernel.chunk_gated_delta_rule(**tensors, initial_state=state, **options)
-        else:
-            outputs = kernel.fused_recurrent_gated_delta_rule(**tensors, initial_state=state, **options)
-        lossy = [dict(zip(grads, outputs, strict=True))[name] for name in call.losses]
-        weights = [grads[name].to(x.dtype) for name, x in zip(call.losses, lossy, strict=True)]
-        gradients = torch.autograd.grad(lossy, leaves, weights)
-    named = dict(zip(GRADIENTS, gradients, strict=False))
-    turned = {
-        "final_state": outputs[1],
-        "dh0": named.pop("dh0", None),
-    }
-    if call.state_v_first:
-        turned = {name: None if x is None else x.mT for name, x in turned.items()}
-    return Outcome(o=outputs[0].detach(), **named, **{k: None if x is None else x.detach() for k, x in turned.items()})
-
-
-def expected_of(call: Call) -> Outcome:
-    silent = {
-        "do": call.problem.do if "o" in call.losses else torch.zeros_like(call.problem.do),
-        "dht": call.problem.dht if "final_state" in call.losses else None,
-    }
-    return truth(replace(call.problem, **silent))
+CPU = Ranges(
+    device="cpu",
+    dims=st.tuples(st.integers(2, 12), st.integers(0, 9)),
+    tokens=st.one_of(st.integers(0, 20), st.integers(21, 140)),
+    heads=st.integers(1, 3),
+    ratios=st.integers(1, 3),
+    dtypes=DTYPES,
+)
+SLOW_IS_FINE = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 def assert_near(name: str, actual: Tensor, expected: Tensor, allowed: float) -> None:
@@ -137,16 +52,78 @@ def assert_near(name: str, actual: Tensor, expected: Tensor, allowed: float) -> 
     assert error <= allowed * size, f"{name} is off by {error:.1e} of {size:.1e}"
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(call=calls())
+@SLOW_IS_FINE
+@given(call=calls(CPU))
 @pytest.mark.slow
-def test_every_drawn_call_is_the_recurrence(kernel, call):
+def test_every_drawn_call_is_the_recurrence(kernel, call: Call):
     outcome, expected = run(kernel, call), expected_of(call)
     dtype = call.problem.v.dtype
     for name, x in outcome.items():
         given = {"dg": call.problem.g, "dbeta": call.problem.beta, "dh0": call.problem.initial_state}.get(name)
         allowed = max(ALLOWED[dtype], 0 if given is None else ALLOWED[given.dtype])
+        if call.parameters is not None:  # activated in float32, unless the gate input is float64
+            allowed = max(allowed, *(ALLOWED[torch.float32] for x in call.parameters))
         assert_near(name, x, getattr(expected, name), allowed)
+
+
+@SLOW_IS_FINE
+@given(call=convolutions(CPU))
+def test_every_drawn_convolution_is_its_definition(kernel, call: Convolution):
+    check_convolution(kernel, call)
+
+
+def check_convolution(kernel, call: Convolution) -> None:
+    """Values, gradients, and the states that the next tokens need."""
+    tensors = (call.x, call.weight, call.bias)
+    options = {**call.how, "activation": call.activation, "initial_states": call.initial_states}
+    actual = gradients(lambda *given: kernel.causal_conv1d_fn(*given, **options), tensors, call.dy)
+    exact = [None if x is None else x.double() for x in tensors]
+    expected = gradients(lambda *given: convolve(call, *given), exact, call.dy.double())
+    allowed = max(ALLOWED[call.x.dtype], ALLOWED[call.weight.dtype])
+    for name, x, exact_x in zip(("y", "dx", "dweight", "dbias"), actual, expected, strict=False):
+        assert_near(name, x, exact_x, allowed)
+    if call.sequence is None:
+        _, states = kernel.causal_conv1d_fn(*tensors, **options, return_final_states=True)
+        before = call.x.new_zeros(states.shape) if call.initial_states is None else call.initial_states
+        assert torch.equal(states, torch.cat([before, call.x], dim=2)[:, :, call.x.shape[2] :])
+
+
+@SLOW_IS_FINE
+@given(call=convolutions(CPU), split=st.integers(0, 3))
+def test_drawn_steps_of_the_convolution_continue_it(kernel, call: Convolution, split: int):
+    check_steps(kernel, call, split)
+
+
+def check_steps(kernel, call: Convolution, split: int) -> None:
+    """The last tokens, given to `causal_conv1d_update` with what stands before them, give the end of the whole."""
+    split = min(split, call.x.shape[2])
+    cut = call.x.shape[2] - split
+    width = call.weight.shape[1]
+    if call.sequence is not None or split == 0:
+        return
+    before = call.x.new_zeros(*call.x.shape[:2], width - 1) if call.initial_states is None else call.initial_states
+    state = torch.cat([before, call.x[:, :, :cut]], dim=2)[:, :, cut:].contiguous()
+    whole = convolve(call, call.x.double(), *(None if x is None else x.double() for x in (call.weight, call.bias)))
+    new = call.x[:, :, cut:]
+    y = kernel.causal_conv1d_update(new, state, call.weight, call.bias, call.activation)
+    assert_near("y", y, whole[:, :, cut:], max(ALLOWED[call.x.dtype], ALLOWED[call.weight.dtype]))
+    assert torch.equal(state, torch.cat([before, call.x], dim=2)[:, :, call.x.shape[2] :])
+
+
+@SLOW_IS_FINE
+@given(call=norms(CPU))
+def test_every_drawn_norm_is_its_definition(kernel, call: Norm):
+    check_norm(kernel, call)
+
+
+def check_norm(kernel, call: Norm) -> None:
+    tensors = (call.x, call.g, call.weight, call.bias)
+    actual = gradients(lambda *given: kernel.rms_norm_gated(*given, activation=call.activation), tensors, call.dy)
+    exact = [None if x is None else x.double() for x in tensors]
+    expected = gradients(lambda *given: normalize(call, *given), exact, call.dy.double())
+    allowed = max(ALLOWED[call.x.dtype], ALLOWED[call.weight.dtype])
+    for name, x, exact_x in zip(("y", "dx", "dg", "dweight", "dbias"), actual, expected, strict=False):
+        assert_near(name, x, exact_x, allowed)
 
 
 CORRUPTIONS = {
@@ -221,6 +198,7 @@ def assert_sentence(message: str, arguments: dict) -> None:
     assert name in arguments or name == "A_log", message
 
 
+@SLOW_IS_FINE
 @given(arguments=corrupted())
 def test_every_spoiled_call_is_refused_in_one_sentence_or_right(kernel, arguments):
     try:
