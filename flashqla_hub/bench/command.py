@@ -4,108 +4,121 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from .peers import BY_NAME, IMPLEMENTATIONS
+from .anchors import explain_slow
+from .bounds import Rates, forward_bound_ms
+from .peers import BY_NAME, IMPLEMENTATIONS, Implementation
 from .record import append, git_commit, run_name
-from .rows import GATES, Row
+from .report import rich_table
+from .rows import GATES, ROW_SETS, Row, parse_rows
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULT_ROWS = ("16,64:8192x4", "16,32:8192x4", "2,8:1x32768")
 WORKER_SECONDS = 480
+COMPILE_JOBS = 8
 
 
 def bench_command(
-    rows: Annotated[list[str] | None, typer.Argument(help="Rows as HK,HV:SEQS, for example 16,64:8192x4.")] = None,
-    gates: Annotated[str, typer.Option(help=f"Gates of the inputs: {', '.join(GATES)}.")] = "bench",
+    rows: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"Rows as HK,HV:SEQS, for example 16,64:8192x4, or sets of them: {', '.join(ROW_SETS)}."),
+    ] = None,
+    gates: Annotated[list[str] | None, typer.Option(help=f"Gates of the inputs: {', '.join(GATES)}, or all.")] = None,
     impl: Annotated[
         list[str] | None, typer.Option(help="Implementations to run; all that are installed if left out.")
     ] = None,
+    sustain: Annotated[float, typer.Option(help="Seconds of sustained load a row as well; 0 leaves it out.")] = 0.0,
+    seconds: Annotated[int, typer.Option(help="Time limit of each implementation.")] = WORKER_SECONDS,
     source: Annotated[Path, typer.Option(help="Folder of the kernel, with build/ in it.")] = ROOT,
     output: Annotated[
         Path | None, typer.Option(help="Record file; benchmarks/results/<device>/<run>.jsonl by default.")
     ] = None,
     commit: Annotated[str | None, typer.Option(help="Commit of the sources, where the checkout has no .git.")] = None,
 ) -> None:
-    """Time the forward on the GPU, correctness gate first, beside the installed peers; write one JSON line a row."""
+    """Time the forward on the GPU, correctness gate first, beside the installed peers; write one JSON line a row.
+
+    Ends with code 1 if the kernel has no time for a row, or if a peer was slower than it is known to be.
+    """
     console = Console()
     try:
-        parsed = [Row.parse(text) for text in rows or DEFAULT_ROWS]
-        names = _implementations(impl, gates)
+        parsed = parse_rows(rows or ["few"])
+        mixes = _gates(gates or ["bench"])
+        names = _implementations(impl)
         device = _device()
     except ValueError as error:
         console.print(str(error))
         raise typer.Exit(2) from None
-    run = run_name(commit or git_commit(ROOT))
+    rates = _rates()
+    common = {"run": run_name(commit or git_commit(ROOT)), "op": "forward", **asdict(rates), **device}
+    path = output or ROOT / "benchmarks" / "results" / device_folder(device["device"]) / f"{common['run']}.jsonl"
     records = []
     for name in names:
-        records += run_implementation(
-            name, parsed, gates, source, {"run": run, "op": "forward", "gates": gates, **device}
-        )
-    path = output or ROOT / "benchmarks" / "results" / device_folder(device["device"]) / f"{run}.jsonl"
-    append(path, records)
-    console.print(summary(records))
+        found = run_implementation(name, parsed, mixes, source, common, sustain, seconds)
+        append(path, found)  # at once, so that what is measured survives what comes next
+        records += found
+    console.print(rich_table(records))
     console.print(f"Written to {path}")
-    if any(record["impl"] == "flashqla" and record.get("skipped") for record in records):
+    void = [f"{r['impl']} ({r['hk']},{r['hv']}) {r['seqs']}: {r['void']}" for r in records if r.get("void")]
+    for line in void:
+        console.print(f"The comparison is void: {line}")
+    if void or any(record["impl"] == "flashqla" and record.get("skipped") for record in records):
         raise typer.Exit(1)
 
 
-def run_implementation(name: str, rows: list[Row], gates: str, source: Path, common: dict) -> list[dict]:
-    """Records of one implementation on all rows; what it could not run is a record with the reason."""
+def run_implementation(
+    name: str,
+    rows: Sequence[Row],
+    gates: Sequence[str],
+    source: Path,
+    common: dict,
+    sustain: float = 0.0,
+    seconds: int = WORKER_SECONDS,
+) -> list[dict]:
+    """Records of one implementation on all rows and gates; what it could not run is a record with the reason."""
     implementation = BY_NAME[name]
     reason = implementation.missing()
-    figures: dict[str, dict] = {}
+    figures: dict[tuple[str, str], dict] = {}
+    version = None
     if reason is None:
-        command = [sys.executable, "-m", "flashqla_hub.bench.worker", "--impl", name, "--gates", gates]
-        environment = {**os.environ, **dict(implementation.environment), "FLASHQLA_BENCH_SOURCE": str(source)}
-        try:
-            done = subprocess.run(
-                [*command, *(row.name for row in rows)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                text=True,
-                timeout=WORKER_SECONDS,
-                check=False,
-            )
-            output, reason = done.stdout, f"the process ended with code {done.returncode}"
-        except subprocess.TimeoutExpired as expired:
-            output, reason = (expired.stdout or b"").decode(), f"not done within {WORKER_SECONDS} s"
+        version = implementation.version()
+        if implementation.compiles:
+            _fill_compile_cache(implementation, rows, gates[0], source, seconds)
+        options = ["--gates", ",".join(gates), "--sustain", str(sustain), *(row.name for row in rows)]
+        output, reason = _run_worker(implementation, options, source, seconds)
         for line in output.splitlines():
             if line.startswith('{"row"'):
                 figure = json.loads(line)
-                figures[figure.pop("row")] = figure
-    version = None if implementation.missing() else implementation.version()
+                figures[figure.pop("gates"), figure.pop("row")] = figure
     return [
-        {
-            **common,
-            "impl": name,
-            "version": version,
-            "hk": row.hk,
-            "hv": row.hv,
-            "seqs": row.seqs,
-            **figures.get(row.name, {"skipped": reason}),
-        }
+        complete(
+            {
+                **common,
+                "impl": name,
+                "version": version,
+                "hk": row.hk,
+                "hv": row.hv,
+                "seqs": row.seqs,
+                "gates": mix,
+                **figures.get((mix, row.name), {"skipped": reason}),
+            },
+            row,
+        )
+        for mix in gates
         for row in rows
     ]
 
 
-def summary(records: list[dict]) -> Table:
-    """A line a row: milliseconds of each implementation in a graph, and how many times faster we are than the best peer."""
-    names = list(dict.fromkeys(record["impl"] for record in records))
-    table = Table("row", "gates", *(f"{name} ms" for name in names), "best peer / flashqla")
-    for key in dict.fromkeys((r["hk"], r["hv"], r["seqs"], r["gates"]) for r in records):
-        row = {r["impl"]: r for r in records if (r["hk"], r["hv"], r["seqs"], r["gates"]) == key}
-        times = {name: row[name].get("ms") for name in names}
-        peers = [ms for name, ms in times.items() if name != "flashqla" and ms]
-        ratio = f"{min(peers) / times['flashqla']:.2f}" if peers and times.get("flashqla") else "-"
-        cells = (f"{ms:.4f}" if ms else row[name].get("skipped", "-") for name, ms in times.items())
-        table.add_row(f"({key[0]},{key[1]}) {key[2]}", key[3], *cells, ratio)
-    return table
+def complete(record: dict, row: Row) -> dict:
+    """The record with the bound of its row, and with the reason for which it voids the comparison, if any."""
+    rates = Rates(record["copy_tb_s"], record["matrix_tflop_s"])
+    record = {**record, "bound_ms": forward_bound_ms(row, rates)}
+    return {**record, "void": explain_slow(record)}
 
 
 def device_folder(device: str) -> str:
@@ -113,13 +126,49 @@ def device_folder(device: str) -> str:
     return device.lower().removeprefix("nvidia ").replace(" ", "-")
 
 
-def _implementations(names: list[str] | None, gates: str) -> list[str]:
-    if gates not in GATES:
-        raise ValueError(f"--gates is {gates!r}; it must be one of {', '.join(GATES)}.")
+def _run_worker(implementation: Implementation, options: list[str], source: Path, seconds: int) -> tuple[str, str]:
+    """What the worker printed, and why it may have printed less than it was asked for."""
+    try:
+        process = _start_worker(implementation, options, source)
+        output, _ = process.communicate(timeout=seconds)
+        return output, f"the process ended with code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        return output, f"not done within {seconds} s"
+
+
+def _fill_compile_cache(implementation, rows: Sequence[Row], gates: str, source: Path, seconds: int) -> None:
+    """Let several processes at once compile what the rows need, so that the timed one finds it on disk."""
+    jobs = min(COMPILE_JOBS, os.cpu_count() or 1, len(rows))
+    options = ["--compile-only", "--gates", gates]
+    shares = [[row.name for row in rows[start::jobs]] for start in range(jobs)]
+    processes = [_start_worker(implementation, [*options, *share], source) for share in shares]
+    for process in processes:
+        try:
+            process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _start_worker(implementation: Implementation, options: list[str], source: Path) -> subprocess.Popen:
+    command = [sys.executable, "-m", "flashqla_hub.bench.worker", "--impl", implementation.name, *options]
+    environment = {**os.environ, **dict(implementation.environment), "FLASHQLA_BENCH_SOURCE": str(source)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def _implementations(names: list[str] | None) -> list[str]:
     unknown = [name for name in names or () if name not in BY_NAME]
     if unknown:
         raise ValueError(f"--impl is {unknown[0]!r}; it must be one of {', '.join(BY_NAME)}.")
     return names or [implementation.name for implementation in IMPLEMENTATIONS]
+
+
+def _gates(names: list[str]) -> list[str]:
+    unknown = [name for name in names if name not in (*GATES, "all")]
+    if unknown:
+        raise ValueError(f"--gates is {unknown[0]!r}; it must be one of {', '.join(GATES)}, or all.")
+    return list(GATES) if "all" in names else list(dict.fromkeys(names))
 
 
 def _device() -> dict:
@@ -130,3 +179,10 @@ def _device() -> dict:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
     return {"device": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__}
+
+
+def _rates() -> Rates:
+    """Measured in a process of its own, so that its memory is free again before the rows run."""
+    command = [sys.executable, "-m", "flashqla_hub.bench.bounds"]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120).stdout
+    return Rates(**json.loads(output))

@@ -35,8 +35,23 @@ def make_inputs(lengths, hk: int, hv: int, gates: str, seed: int = 0, device: st
         "h0": randn(count, hv, HEAD_DIM, HEAD_DIM),
         "dht": randn(count, hv, HEAD_DIM, HEAD_DIM) / 8,
         "cu_seqlens": bounds,
+        "cu_seqlens_int64": bounds.long(),
         "scale": HEAD_DIM**-0.5,
     }
+
+
+def input_bytes(inputs: dict) -> int:
+    """Bytes that a forward reads: q, k, v, g, beta and the initial states."""
+    return sum(inputs[name].numel() * inputs[name].element_size() for name in ("q", "k", "v", "g", "beta", "h0"))
+
+
+def copies_of(inputs: dict, count: int) -> list[dict]:
+    """The inputs and `count` - 1 copies at other addresses; the bounds are shared, since some peers plan once per tensor."""
+    shared = ("cu_seqlens", "cu_seqlens_int64")
+    return [inputs] + [
+        {name: x.clone() if isinstance(x, torch.Tensor) and name not in shared else x for name, x in inputs.items()}
+        for _ in range(count - 1)
+    ]
 
 
 def _gates(kind: str, total: int, hv: int, generator, device: str) -> torch.Tensor:

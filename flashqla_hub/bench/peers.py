@@ -23,6 +23,7 @@ class Implementation:
     forward: Callable[[dict], Callable]
     environment: tuple[tuple[str, str], ...] = ()
     contract: int | None = None  # version of a Hub kernel, which has no distribution of its own
+    compiles: bool = False  # at the first call, into a cache on disk that several processes can fill at once
 
     def version(self) -> str:
         return importlib.metadata.version(self.distribution) if self.contract is None else str(self.contract)
@@ -80,8 +81,6 @@ def _flashinfer(d):
 def _fla(d):
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    bounds = d["cu_seqlens"].long()
-
     def call():
         return chunk_gated_delta_rule(
             d["q"],
@@ -92,7 +91,7 @@ def _fla(d):
             scale=d["scale"],
             initial_state=d["h0"],
             output_final_state=True,
-            cu_seqlens=bounds,
+            cu_seqlens=d["cu_seqlens_int64"],
         )
 
     return call
@@ -121,9 +120,9 @@ def _flashqla(d):
 
 IMPLEMENTATIONS = (
     Implementation("flashqla", "kernels", "kernels", _flashqla, contract=VERSION),
-    Implementation("flash-qla", "flash-qla", "flash_qla", _flash_qla),
+    Implementation("flash-qla", "flash-qla", "flash_qla", _flash_qla, compiles=True),
     Implementation("flashinfer", "flashinfer-python", "flashinfer", _flashinfer),
     # FLA calls FlashQLA by itself where it is installed; switched off, it is a peer of its own.
-    Implementation("fla", "flash-linear-attention", "fla", _fla, (("FLA_FLASH_QLA", "0"),)),
+    Implementation("fla", "flash-linear-attention", "fla", _fla, (("FLA_FLASH_QLA", "0"),), compiles=True),
 )
 BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}

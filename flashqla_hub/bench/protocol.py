@@ -1,61 +1,111 @@
-"""Timing: a CUDA graph of several calls for the device's time, back-to-back eager calls for what a user waits."""
+"""Timing: a CUDA graph of several calls for the device's time, back-to-back eager calls for what a user waits.
 
+A row is timed over one call or several: the same call on copies of its inputs, in turn, so that small inputs come from
+memory and not from the L2 cache of the call before.
+"""
+
+import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 GRAPH_CALLS = 10
 GRAPH_REPLAYS = 5
 EAGER_CALLS = 30
+HOST_CALLS, HOST_REPEATS = 20, 5
+L2_SIZES = 2  # inputs that are read in turn take at least this many times the L2 cache
 
 
-def graph_ms(call: Callable) -> float:
-    """Median milliseconds a call over replays of a CUDA graph of `GRAPH_CALLS` calls."""
+def copies_beyond_cache(input_bytes: int, cache_bytes: int) -> int:
+    """Copies of the inputs that together exceed the cache `L2_SIZES` times; 1 if one set does."""
+    return max(1, math.ceil(L2_SIZES * cache_bytes / max(input_bytes, 1)))
+
+
+def capture(calls: Sequence[Callable]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A CUDA graph of at least `GRAPH_CALLS` calls, each of `calls` equally often, and their number."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):
+        for call in itertools.islice(itertools.cycle(calls), 3):
             call()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
+    rounds = math.ceil(GRAPH_CALLS / len(calls))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(GRAPH_CALLS):
-            call()
-    for _ in range(2):
-        graph.replay()
-    times = []
-    for _ in range(GRAPH_REPLAYS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / GRAPH_CALLS)
-    return statistics.median(times)
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    return graph, rounds * len(calls)
 
 
-def eager_ms(call: Callable) -> float:
+def replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """Milliseconds of `replays` replays in a row."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop)
+
+
+def burst_ms(graph: torch.cuda.CUDAGraph, count: int) -> float:
+    """Median milliseconds a call over single replays of a graph of `count` calls."""
+    replay_ms(graph, 2)
+    return statistics.median(replay_ms(graph, 1) for _ in range(GRAPH_REPLAYS)) / count
+
+
+def sustained_ms(graph: torch.cuda.CUDAGraph, count: int, burst: float, seconds: float) -> float:
+    """Mean milliseconds a call over about `seconds` of replays without a pause, when the power limit has its say."""
+    replays = max(1, math.ceil(seconds * 1e3 / (burst * count)))
+    return replay_ms(graph, replays) / (replays * count)
+
+
+def graph_ms(calls: Sequence[Callable]) -> float:
+    """Median milliseconds a call, from a CUDA graph of them in turn."""
+    return burst_ms(*capture(calls))
+
+
+def eager_ms(calls: Sequence[Callable]) -> float:
     """Milliseconds a call of `EAGER_CALLS` calls queued one behind the other, from the host's clock."""
+    turn = itertools.cycle(calls)
     for _ in range(3):
-        call()
+        next(turn)()
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(EAGER_CALLS):
-        call()
+        next(turn)()
     torch.cuda.synchronize()
     return (time.perf_counter() - start) * 1e3 / EAGER_CALLS
 
 
-def peak_mb(call: Callable) -> float:
-    """Megabytes allocated at the peak of a call, above what was allocated before it, outputs included."""
+def host_us(calls: Sequence[Callable]) -> float:
+    """Microseconds that the host spends in a call before it can go on, the least of `HOST_REPEATS` rounds.
+
+    A round is short enough for the queue of the device, so the host never waits for it.
+    """
+    turn, rounds = itertools.cycle(calls), []
+    for _ in range(HOST_REPEATS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            next(turn)()
+        rounds.append((time.perf_counter() - start) * 1e6 / HOST_CALLS)
+    torch.cuda.synchronize()
+    return min(rounds)
+
+
+def peak_bytes(call: Callable) -> tuple[int, int]:
+    """Bytes allocated at the peak of a call, above what was allocated before it, and those of its outputs among them."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     outputs = call()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    del outputs
-    return (peak - before) / 1e6
+    peak = torch.cuda.max_memory_allocated() - before
+    output_bytes = sum(x.numel() * x.element_size() for x in outputs if isinstance(x, torch.Tensor))
+    return peak, output_bytes

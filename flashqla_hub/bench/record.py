@@ -1,7 +1,16 @@
-"""Records: one JSON line per (run, operation, row, gates, implementation), append-only."""
+"""Records: one JSON line per (run, operation, row, gates, implementation), append-only.
+
+Times are milliseconds a call: `ms` of short CUDA graph replays, `sustained_ms` of seconds of them, `eager_ms` of calls one
+behind the other without a graph; `host_us` is what the host spends in an eager call. `bound_ms` is the least that the
+device's measured rates `copy_tb_s` and `matrix_tflop_s` allow. Memory is in 10^6 bytes: `io_mb` of inputs and outputs,
+`peak_mb` allocated at the peak of a call, outputs included, and `extra_mb` without them. `buffers` is how many copies of
+the inputs were read in turn, `error` the relative error of the correctness gate. `void` says why a peer's line, and with
+it the comparison, does not count; `skipped` why a line has no times.
+"""
 
 import json
 import subprocess
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,12 +24,21 @@ FIELDS = (
     "seqs",
     "gates",
     "ms",
+    "sustained_ms",
     "eager_ms",
+    "host_us",
+    "bound_ms",
     "peak_mb",
+    "extra_mb",
+    "io_mb",
+    "buffers",
     "error",
+    "copy_tb_s",
+    "matrix_tflop_s",
     "device",
     "driver",
     "torch",
+    "void",
     "skipped",
 )
 
@@ -51,3 +69,8 @@ def append(path: Path, records: list[dict]) -> None:
                 raise ValueError(f"record has the fields {sorted(unknown)}; a record holds only {', '.join(FIELDS)}.")
             ordered = {field: record[field] for field in FIELDS if record.get(field) is not None}
             file.write(json.dumps(ordered) + "\n")
+
+
+def read(paths: Iterable[Path]) -> list[dict]:
+    """The records of some files, in their order."""
+    return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines() if line]

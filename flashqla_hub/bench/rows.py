@@ -1,6 +1,7 @@
 """Rows of the benchmark: head counts and sequence lengths, with the names used in records."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 GATES = ("bench", "zero", "decay", "trained")
@@ -47,12 +48,33 @@ class Row:
         """`16,64:8192x4` -> Row(16, 64, "8192x4")."""
         match = re.fullmatch(r"(\d+),(\d+):(\S+)", text)
         if match is None:
-            raise ValueError(f"row is {text!r}; it must be HK,HV:SEQS, for example 16,64:8192x4.")
+            raise ValueError(
+                f"row is {text!r}; it must be HK,HV:SEQS, for example 16,64:8192x4, or one of {', '.join(ROW_SETS)}."
+            )
         row = cls(int(match[1]), int(match[2]), match[3])
         if row.hk == 0 or row.hv % row.hk:
             raise ValueError(f"row is {text!r}; value heads must be a multiple of key heads.")
         _ = row.lengths
         return row
+
+
+# Named sets of rows; `forward` are those that a forward must win, long and short, few heads and many.
+ROW_SETS = {
+    "forward": (
+        *(f"2,8:{seqs}" for seqs in ("1x32768", "1x8192", "1x2048", "8192x4", "1024x8")),
+        *("4,16:1x32768", "8,24:1x32768", "8,32:1x32768", "16,16:1x32768"),
+        *(f"16,32:{seqs}" for seqs in ("1x4096", "8192x4", "1x32768")),
+        "16,48:1x32768",
+        *(f"16,64:{seqs}" for seqs in ("1x32768", "8192x4", "1x2048", "1024x8", "28672+4096")),
+    ),
+    "few": ("16,64:8192x4", "16,32:8192x4", "2,8:1x32768"),
+}
+
+
+def parse_rows(texts: Sequence[str]) -> list[Row]:
+    """Rows of names of sets and of single rows, in their order and each once."""
+    names = [name for text in texts for name in ROW_SETS.get(text, (text,))]
+    return [Row.parse(name) for name in dict.fromkeys(names)]
 
 
 def shortened(row: Row, max_tokens: int) -> tuple[int, ...]:

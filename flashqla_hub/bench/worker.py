@@ -3,18 +3,20 @@
 import argparse
 import json
 import sys
+import time
 
 import torch
 
 from ..reference import gated_delta_rule
-from .inputs import make_inputs
+from . import protocol
+from .inputs import copies_of, input_bytes, make_inputs
 from .peers import BY_NAME
-from .protocol import eager_ms, graph_ms, peak_mb
 from .rows import Row, shortened
 
 # Relative L2 error of outputs and states against the float64 recurrence that bf16 operands allow (see README).
 MAX_ERROR = 6e-3
 GATE_TOKENS = 1100
+REST_SECONDS = 0.05  # before a short measurement, so that it does not pay for the heat of the one before
 
 
 def relative_error(actual: torch.Tensor, truth: torch.Tensor) -> float:
@@ -34,32 +36,64 @@ def gate_error(implementation, row: Row, gates: str) -> float:
     return max(relative_error(o, truth_o), relative_error(state, truth_state))
 
 
-def measure(implementation, row: Row, gates: str) -> dict:
+def measure(implementation, row: Row, gates: str, sustain: float = 0) -> dict:
     """The figures of one row; a red gate gives no times."""
     error = gate_error(implementation, row, gates)
     if not error <= MAX_ERROR:
         return {"error": error, "skipped": f"wrong: relative error {error:.2e} exceeds {MAX_ERROR:.0e}"}
-    call = implementation.forward(make_inputs(row.lengths, row.hk, row.hv, gates))
-    call()
-    return {"ms": graph_ms(call), "eager_ms": eager_ms(call), "peak_mb": peak_mb(call), "error": error}
+    inputs = make_inputs(row.lengths, row.hk, row.hv, gates)
+    cache_bytes = torch.cuda.get_device_properties(inputs["q"].device).L2_cache_size
+    buffers = protocol.copies_beyond_cache(input_bytes(inputs), cache_bytes)
+    calls = [implementation.forward(d) for d in copies_of(inputs, buffers)]
+    calls[0]()
+    peak, outputs = protocol.peak_bytes(calls[0])
+    figures = {
+        "eager_ms": protocol.eager_ms(calls),
+        "host_us": protocol.host_us(calls),
+        "peak_mb": peak / 1e6,
+        "extra_mb": (peak - outputs) / 1e6,
+        "io_mb": (input_bytes(inputs) + outputs) / 1e6,
+        "buffers": buffers,
+        "error": error,
+    }
+    graph, count = protocol.capture(calls)
+    time.sleep(REST_SECONDS)
+    figures["ms"] = protocol.burst_ms(graph, count)
+    if sustain > 0:
+        figures["sustained_ms"] = protocol.sustained_ms(graph, count, figures["ms"], sustain)
+    return figures
+
+
+def compile_only(implementation, row: Row, gates: str) -> dict:
+    """Call the row once, for the cache on disk that the implementation's compiler fills."""
+    for lengths in (shortened(row, GATE_TOKENS), row.lengths):
+        implementation.forward(make_inputs(lengths, row.hk, row.hv, gates))()
+        torch.cuda.synchronize()
+    return {}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--impl", required=True, choices=sorted(BY_NAME))
-    parser.add_argument("--gates", required=True)
+    parser.add_argument("--gates", required=True, help="separated by commas")
+    parser.add_argument("--sustain", type=float, default=0, help="seconds of sustained load a row; 0 leaves it out")
+    parser.add_argument("--compile-only", action="store_true", help="call each row once and time nothing")
     parser.add_argument("rows", nargs="+")
     args = parser.parse_args(argv)
     implementation = BY_NAME[args.impl]
-    for text in args.rows:
-        row = Row.parse(text)
-        try:
-            figures = measure(implementation, row, args.gates)
-        except Exception as failure:  # a peer's failure on one row is a row with its reason
-            reason = (str(failure).splitlines() or [""])[0]
-            figures = {"skipped": f"{type(failure).__name__}: {reason}"[:300]}
-        print(json.dumps({"row": text, **figures}), flush=True)
-        torch.cuda.empty_cache()
+    for gates in args.gates.split(","):
+        for text in args.rows:
+            row = Row.parse(text)
+            try:
+                if args.compile_only:
+                    figures = compile_only(implementation, row, gates)
+                else:
+                    figures = measure(implementation, row, gates, args.sustain)
+            except Exception as failure:  # a peer's failure on one row is a row with its reason
+                reason = (str(failure).splitlines() or [""])[0]
+                figures = {"skipped": f"{type(failure).__name__}: {reason}"[:300]}
+            print(json.dumps({"row": text, "gates": gates, **figures}), flush=True)
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

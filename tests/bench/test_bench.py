@@ -4,11 +4,17 @@ import json
 from datetime import UTC, datetime
 
 import pytest
+import torch
 
-from flashqla_hub.bench import command, record
+from flashqla_hub.bench import anchors, command, protocol, record
+from flashqla_hub.bench.bounds import Rates, forward_bound_ms, forward_bytes, forward_flops
+from flashqla_hub.bench.inputs import copies_of, input_bytes, make_inputs
 from flashqla_hub.bench.peers import BY_NAME
-from flashqla_hub.bench.rows import Row, shortened
+from flashqla_hub.bench.rows import GATES, ROW_SETS, Row, parse_rows, shortened
 from flashqla_hub.package.download import VERSION
+
+RATES = Rates(copy_tb_s=4.0, matrix_tflop_s=800.0)
+COMMON = {"run": "r", "op": "forward", "device": "NVIDIA H200", "copy_tb_s": 4.0, "matrix_tflop_s": 800.0}
 
 
 @pytest.mark.parametrize(
@@ -49,20 +55,126 @@ def test_record_refuses_a_field_nobody_knows(tmp_path):
 
 
 def test_implementation_that_is_absent_is_a_row_with_its_reason(tmp_path):
-    rows = command.run_implementation("flash-qla", [Row(2, 8, "1x64")], "bench", tmp_path, {"gates": "bench"})
-    assert rows[0]["skipped"] == "flash-qla is not installed" and "ms" not in rows[0]
+    rows = [Row(2, 8, "1x64"), Row(2, 8, "1x65")]
+    found = command.run_implementation("flash-qla", rows, ["bench", "zero"], tmp_path, COMMON)
+    assert [(r["gates"], r["seqs"]) for r in found] == [(g, s) for g in ("bench", "zero") for s in ("1x64", "1x65")]
+    assert all(r["skipped"] == "flash-qla is not installed" and "ms" not in r for r in found)
+    record.append(tmp_path / "a.jsonl", found)
 
 
 def test_our_version_is_that_of_the_kernel_not_of_its_loader():
     assert BY_NAME["flashqla"].version() == str(VERSION)
 
 
-def test_summary_compares_with_the_best_peer():
-    common = {"hk": 2, "hv": 8, "seqs": "1x64", "gates": "bench"}
-    rows = [
-        {**common, "impl": "flashqla", "ms": 0.5},
-        {**common, "impl": "fla", "ms": 2.0},
-        {**common, "impl": "flashinfer", "ms": 1.0},
-    ]
-    ratio = command.summary(rows).columns[-1]
-    assert list(ratio.cells) == ["2.00"]
+def test_the_forward_set_is_the_rows_that_have_to_be_won():
+    rows = parse_rows(["forward"])
+    assert len(rows) == 18 and all(row.hv % row.hk == 0 for row in rows)
+    assert {(row.hk, row.hv) for row in rows} == {
+        *((2, 8), (4, 16), (8, 24), (8, 32)),
+        *((16, 16), (16, 32), (16, 48), (16, 64)),
+    }
+
+
+def test_sets_and_rows_mix_and_none_runs_twice():
+    assert [row.name for row in parse_rows(["2,8:1x5", *["few"] * 2])] == ["2,8:1x5", *ROW_SETS["few"]]
+
+
+def test_an_unknown_set_is_refused_with_the_sets_there_are():
+    with pytest.raises(ValueError, match=r"fast.*forward"):
+        parse_rows(["fast"])
+
+
+def test_bytes_and_operations_of_a_row_by_hand():
+    """Two sequences, 128 tokens, one key head, two value heads."""
+    row = Row(1, 2, "64x2")
+    tensors = 128 * (2 * 128 * 2 + 2 * 2 * 128 * 2 + 2 * 2 * 4)  # q k; v o; g beta
+    assert forward_bytes(row) == tensors + 2 * 2 * 2 * 128 * 128 * 4
+    a_chunk = 2 * 64 * 64 * 128 + 2 * (
+        3 * 64 * 128 * 128 + 2 * 64 * 64 * 128
+    )  # K K^T, Q K^T; K S, Q S, K^T N, A Z, P N
+    assert forward_flops(row) == 2 * 2 * a_chunk
+
+
+def test_the_bound_is_the_slower_of_bytes_and_operations():
+    row = Row(16, 64, "1x32768")
+    assert forward_bound_ms(row, RATES) == pytest.approx(1e3 * forward_flops(row) / 800e12)
+    slow_memory = Rates(copy_tb_s=0.1, matrix_tflop_s=800.0)
+    assert forward_bound_ms(row, slow_memory) == pytest.approx(1e3 * forward_bytes(row) / 0.1e12)
+
+
+def test_bytes_are_those_of_the_inputs_and_outputs_that_are_made():
+    row = Row(2, 4, "70+30")
+    inputs = make_inputs(row.lengths, row.hk, row.hv, "bench", device="cpu")
+    outputs = inputs["v"].numel() * 2 + inputs["h0"].numel() * 4
+    assert forward_bytes(row) == input_bytes(inputs) + outputs
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_gates_never_grow_and_have_the_share_of_still_heads_that_their_name_says(gates):
+    g = make_inputs((300,), 2, 8, gates, device="cpu")["g"]
+    still = int((g == 0).all(dim=1).sum())
+    assert (g <= 0).all() and still == {"bench": 2, "zero": 8, "decay": 0, "trained": 0}[gates]
+
+
+def test_copies_lie_elsewhere_but_share_their_bounds():
+    inputs = make_inputs((70, 30), 2, 4, "bench", device="cpu")
+    first, second = copies_of(inputs, 2)
+    assert first is inputs and second["cu_seqlens"] is first["cu_seqlens"]
+    assert torch.equal(second["q"], first["q"]) and second["q"].data_ptr() != first["q"].data_ptr()
+
+
+@pytest.mark.parametrize(("input_bytes", "copies"), [(7, 18), (60, 2), (120, 1), (121, 1), (0, 120)])
+def test_small_inputs_are_copied_until_they_exceed_the_cache(input_bytes, copies):
+    assert protocol.copies_beyond_cache(input_bytes, cache_bytes=60) == copies
+
+
+PEER = {**COMMON, "impl": "flashinfer", "hk": 2, "hv": 8, "seqs": "1x32768", "gates": "bench", "ms": 0.25}
+
+
+def test_a_peer_slower_than_its_anchor_voids_the_comparison():
+    assert anchors.find(PEER)["ms"] == 0.2338
+    assert anchors.explain_slow(PEER) is None
+    assert anchors.explain_slow({**PEER, "ms": 0.28}) == "20 % slower than its anchor of 0.2338 ms"
+    assert command.complete({**PEER, "ms": 0.28}, Row(2, 8, "1x32768"))["void"]
+
+
+@pytest.mark.parametrize("other", [{"device": "NVIDIA H100"}, {"gates": "zero"}, {"impl": "flashqla"}, {"hv": 16}])
+def test_an_anchor_speaks_only_of_what_was_measured(other):
+    assert anchors.explain_slow({**PEER, "ms": 9.0, **other}) is None
+
+
+def test_anchors_are_rows_and_implementations_of_the_benchmark():
+    for row in anchors.read()["rows"]:
+        assert row["impl"] in BY_NAME and Row(row["hk"], row["hv"], row["seqs"]).lengths
+    forward = {f"{r['hk']},{r['hv']}:{r['seqs']}" for r in anchors.read()["rows"] if r["op"] == "forward"}
+    assert set(ROW_SETS["forward"]) - forward == {"16,32:1x32768"}
+
+
+STAND_IN_WORKER = """
+import json, sys
+from flashqla_hub.bench.rows import Row
+rows, gates = [a for a in sys.argv if ":" in a], sys.argv[sys.argv.index("--gates") + 1].split(",")
+print("a library prints what it likes")
+for mix in gates:
+    for row in rows[: len(rows) if mix == "bench" else 1]:
+        print(json.dumps({"row": row, "gates": mix, "ms": 1.0}), flush=True)
+sys.exit(3)
+"""
+
+
+def test_what_a_worker_printed_before_it_died_is_kept(tmp_path, monkeypatch):
+    start = command._start_worker
+
+    def stand_in(implementation, options, source):
+        monkeypatch.setattr(command.sys, "executable", str(script))
+        return start(implementation, options, source)
+
+    script = tmp_path / "worker"
+    script.write_text(f"#!{command.sys.executable}\n{STAND_IN_WORKER}")
+    script.chmod(0o755)
+    monkeypatch.setattr(command, "_start_worker", stand_in)
+    monkeypatch.setenv("PYTHONPATH", str(command.ROOT))
+    rows = [Row(2, 8, "1x64"), Row(2, 8, "1x65")]
+    found = command.run_implementation("flashqla", rows, ["bench", "zero"], tmp_path, COMMON)
+    assert [r.get("ms") for r in found] == [1.0, 1.0, 1.0, None]
+    assert found[3]["skipped"] == "the process ended with code 3"

@@ -1,0 +1,33 @@
+"""Times of the peers measured once at their best, against which a later run shows whether it called them right."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+FILE = Path(__file__).with_name("anchors.json")
+
+# A peer this much slower than its anchor was not at its best, and the run says nothing about it.
+TOLERANCE = 1.1
+
+
+@cache
+def read() -> dict:
+    """Device, versions, method and rows of the anchors, as the file has them."""
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def find(record: dict) -> dict | None:
+    """The anchor of a record's operation, implementation and row, on the same device and with the same gates."""
+    if record["device"] != read()["device"] or record["gates"] != "bench":
+        return None
+    keys = ("op", "impl", "hk", "hv", "seqs")
+    return next((row for row in read()["rows"] if all(row[key] == record[key] for key in keys)), None)
+
+
+def explain_slow(record: dict) -> str | None:
+    """Why a record voids its run, or None: its peer took more than `TOLERANCE` times its anchor."""
+    anchor = find(record)
+    if anchor is None or "ms" not in record or record["ms"] <= TOLERANCE * anchor["ms"]:
+        return None
+    percent = (record["ms"] / anchor["ms"] - 1) * 100
+    return f"{percent:.0f} % slower than its anchor of {anchor['ms']:.4f} ms"

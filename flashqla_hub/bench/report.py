@@ -1,0 +1,158 @@
+"""The table and the plot of benchmark records, losing rows included."""
+
+from collections.abc import Iterable
+from math import exp, log
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .record import read
+
+OURS = "flashqla"
+LABELS = {OURS: "this kernel", "flash-qla": "FlashQLA", "flashinfer": "FlashInfer", "fla": "FLA"}
+
+# Colours of the implementations, in the order of LABELS: told apart by people with any colour vision (Okabe and Ito, 2008).
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#999999")
+
+
+def report_command(
+    records: Annotated[list[Path], typer.Argument(help="Record files of one run.")],
+    plot: Annotated[Path | None, typer.Option(help="Also draw the speedups into this file, .svg or .png.")] = None,
+) -> None:
+    """Print the Markdown table of benchmark records, and draw the speedup over the best peer of each row."""
+    console = Console()
+    found = read(records)
+    for gates in dict.fromkeys(record["gates"] for record in found):
+        console.print(f"Gates {gates}:\n")
+        console.print(
+            "\n".join(markdown_table([r for r in found if r["gates"] == gates])), soft_wrap=True, markup=False
+        )
+    if plot is None:
+        return
+    try:
+        draw(found, plot)
+    except ModuleNotFoundError:
+        console.print(
+            "No plot, since matplotlib is missing: pip install 'flashqla_hub[bench]' brings it.", markup=False
+        )
+        raise typer.Exit(1) from None
+    console.print(f"Drawn to {plot}")
+
+
+def by_row(records: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
+    """(hk, hv, seqs, gates) -> implementation -> record, in the order of the records."""
+    rows: dict[tuple, dict[str, dict]] = {}
+    for record in records:
+        key = (record["hk"], record["hv"], record["seqs"], record["gates"])
+        rows.setdefault(key, {})[record["impl"]] = record
+    return rows
+
+
+def speedup(row: dict[str, dict], column: str = "ms") -> float | None:
+    """The best peer's time over ours; None where either is missing."""
+    peers = [record[column] for name, record in row.items() if name != OURS and column in record]
+    ours = row.get(OURS, {}).get(column)
+    return min(peers) / ours if peers and ours else None
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """Of the values that are there."""
+    logs = [log(value) for value in values if value is not None]
+    return exp(sum(logs) / len(logs)) if logs else None
+
+
+def cells(records: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table: times of each implementation, who wins by how much, and how far the bound is."""
+    names = [name for name in LABELS if any(record["impl"] == name for record in records)]
+    header = ["(H, HV) sequences", *(LABELS[name] for name in names), "captured", "eager", "host µs", "of the bound"]
+    body = []
+    for (hk, hv, seqs, _), row in by_row(records).items():
+        ours = row.get(OURS, {})
+        body.append(
+            [
+                f"({hk}, {hv}) {seqs}",
+                *(_time(row.get(name, {})) for name in names),
+                _factor(speedup(row)),
+                _factor(speedup(row, "eager_ms")),
+                f"{ours['host_us']:.0f}" if "host_us" in ours else "-",
+                f"{ours['bound_ms'] / ours['ms']:.0%}" if "ms" in ours and "bound_ms" in ours else "-",
+            ]
+        )
+    rows = by_row(records).values()
+    means = [_factor(geometric_mean(speedup(row, column) for row in rows)) for column in ("ms", "eager_ms")]
+    if body:
+        body.append(["geometric mean", *("" for _ in names), *means, "", ""])
+    return header, body
+
+
+def markdown_table(records: list[dict]) -> list[str]:
+    """Lines of a Markdown table: milliseconds in a CUDA graph; "captured" and "eager" are the best peer's time over ours."""
+    header, body = cells(records)
+    return [_line(header), _line(["---"] * len(header)), *(_line(row) for row in body)]
+
+
+def rich_table(records: list[dict]) -> Table:
+    """The same for a terminal, with the gates of each row."""
+    gates = [key[3] for key in by_row(records)]
+    header, body = cells(records)
+    table = Table(header[0], "gates", *header[1:])
+    for mix, row in zip([*gates, ""], body, strict=False):
+        table.add_row(row[0], mix, *row[1:])
+    return table
+
+
+def draw(records: list[dict], path: Path) -> None:
+    """Bars of each implementation's time, as a multiple of ours, for each row of the first gates; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "flashqla"  # ids of the elements, the same in every run
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    from matplotlib import pyplot
+
+    gates = records[0]["gates"]
+    rows = by_row(record for record in records if record["gates"] == gates)
+    names = [name for name in LABELS if any(name in row for row in rows.values())]
+    height = 0.8 / len(names)
+    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.22 * len(names) * len(rows)))
+    for i, name in enumerate(names):
+        relative = [_relative(row, name) for row in rows.values()]
+        places = [place + i * height for place in range(len(rows))]
+        colour = COLOURS[list(LABELS).index(name)]
+        axes.barh(places, [value or 0 for value in relative], height, label=LABELS[name], color=colour)
+        for place, value in zip(places, relative, strict=True):
+            axes.text(value or 0, place, f" {value:.2f}" if value else " -", va="center", fontsize=6)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(rows))])
+    axes.set_yticklabels([f"({hk}, {hv}) {seqs}" for hk, hv, seqs, _ in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"time over that of this kernel, CUDA graph, gates {gates}; {records[0]['device']}")
+    axes.legend(loc="lower right", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, bbox_inches="tight", dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def _relative(row: dict[str, dict], name: str) -> float | None:
+    ours, theirs = row.get(OURS, {}).get("ms"), row.get(name, {}).get("ms")
+    return theirs / ours if ours and theirs else None
+
+
+def _time(record: dict) -> str:
+    if "ms" not in record:
+        return "-"
+    return f"{record['ms']:.4f}" + (" (void)" if record.get("void") else "")
+
+
+def _factor(value: float | None) -> str:
+    """2.00x; a loss stands out."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}x" if value >= 1 else f"**{value:.2f}x**"
+
+
+def _line(cells_of_row: list[str]) -> str:
+    return "| " + " | ".join(cells_of_row) + " |"

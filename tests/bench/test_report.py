@@ -1,0 +1,51 @@
+"""The table and the plot of records: who wins by how much, with the losing rows."""
+
+import pytest
+
+from flashqla_hub.bench import report
+
+ROW = {"hk": 2, "hv": 8, "seqs": "1x64", "gates": "bench", "device": "NVIDIA H200"}
+OURS = {**ROW, "impl": "flashqla", "ms": 0.5, "eager_ms": 0.8, "host_us": 21.4, "bound_ms": 0.1}
+RECORDS = [
+    OURS,
+    {**ROW, "impl": "fla", "ms": 2.0, "eager_ms": 2.0},
+    {**ROW, "impl": "flashinfer", "ms": 1.0, "eager_ms": 0.4},
+]
+LOST = [
+    {**OURS, "seqs": "1x65", "ms": 0.8, "bound_ms": 0.4},
+    {**ROW, "seqs": "1x65", "impl": "fla", "ms": 0.2, "void": "slow"},
+    {**ROW, "seqs": "1x65", "impl": "flashinfer", "skipped": "it broke"},
+]
+
+
+def test_a_row_is_compared_with_the_best_peer_captured_and_eager():
+    assert report.markdown_table(RECORDS) == [
+        "| (H, HV) sequences | this kernel | FlashInfer | FLA | captured | eager | host µs | of the bound |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| (2, 8) 1x64 | 0.5000 | 1.0000 | 2.0000 | 2.00x | **0.50x** | 21 | 20% |",
+        "| geometric mean |  |  |  | 2.00x | **0.50x** |  |  |",
+    ]
+
+
+def test_losing_void_and_skipped_rows_stand_in_the_table():
+    *_, row, mean = report.markdown_table(RECORDS + LOST)
+    assert row == "| (2, 8) 1x65 | 0.8000 | - | 0.2000 (void) | **0.25x** | - | 21 | 50% |"
+    assert mean.startswith("| geometric mean |  |  |  | **0.71x** |")  # sqrt(2 * 0.25)
+
+
+def test_a_row_without_our_time_has_no_ratio():
+    [_, _, row, _] = report.markdown_table([{**ROW, "impl": "flashqla", "skipped": "it broke"}, RECORDS[1]])
+    assert row == "| (2, 8) 1x64 | - | 2.0000 | - | - | - | - |"
+
+
+def test_the_terminal_table_has_the_gates_of_each_row():
+    table = report.rich_table(RECORDS + [{**record, "gates": "zero"} for record in RECORDS])
+    assert list(table.columns[1].cells) == ["bench", "zero", ""]
+
+
+def test_the_plot_is_the_same_for_the_same_records(tmp_path):
+    pytest.importorskip("matplotlib")
+    for name in ("a.svg", "b.svg"):
+        report.draw(RECORDS + LOST, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert "FlashInfer" in (tmp_path / "a.svg").read_text()
