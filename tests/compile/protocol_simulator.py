@@ -1,7 +1,11 @@
-"""Runs a kernel's barrier protocol (flashqla_hub.kernels.protocol) under random schedules and stops at the first mistake."""
+"""Runs a kernel's barrier protocol (flashqla_hub.kernels.protocol) under a schedule and stops at the first mistake.
+
+Random schedules keep the roles close together. What a missing wait allows shows when one role lags far behind the others:
+`simulate_starved` lets each role in turn make a step only when nobody else can.
+"""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,12 +68,30 @@ class _Tile:
 
 
 def simulate(protocol: Any, trips: int, seed: int) -> None:
-    """Runs all roles to their ends, switching between them after every event.
+    """Runs all roles to their ends, switching between them at random after every event.
 
     Raises:
         ProtocolError: naming role, event and what was wrong.
     """
-    choose = random.Random(seed).choice
+    _run(protocol, trips, random.Random(seed).choice)
+
+
+def simulate_starved(protocol: Any, trips: int) -> None:
+    """Runs all roles to their ends, once for each of them that is starved and each other one that comes first.
+
+    Raises:
+        ProtocolError: naming role, event and what was wrong.
+    """
+    roles = list(protocol.roles)
+    for starved in roles:
+        others = [role for role in roles if role != starved]
+        for first in range(len(others)):
+            order = [*others[first:], *others[:first], starved]
+            _run(protocol, trips, lambda ready, order=order: min(ready, key=order.index))
+
+
+def _run(protocol: Any, trips: int, choose: Callable[[Sequence[str]], str]) -> None:
+    """Lets the role that `choose` takes of those that can go on make a step, until all have ended."""
     barriers = {name: [_Barrier(b.arrivals) for _ in range(b.slots)] for name, b in protocol.barriers.items()}
     tiles = {name: [_Tile(frozenset(t.readers)) for _ in range(t.slots)] for name, t in protocol.tiles.items()}
     programs = {role: program(trips) for role, program in protocol.roles.items()}

@@ -3,9 +3,10 @@
 import importlib
 import pkgutil
 import re
+from dataclasses import replace
 
 import pytest
-from protocol_simulator import simulate
+from protocol_simulator import ProtocolError, simulate, simulate_starved
 
 TRIPS = (0, 1, 2, 3, 4, 5, 9, 16)
 SEEDS = 150
@@ -41,8 +42,45 @@ def test_the_kernel_with_roles_declares_its_protocol(protocols):
 def test_no_schedule_hangs_or_races(protocols):
     for protocol in protocols.values():
         for trips in TRIPS:
+            simulate_starved(protocol, trips)
             for seed in range(SEEDS):
                 simulate(protocol, trips, seed)
+
+
+def without(protocol, kind, name):
+    """The protocol with every such event left out, which must be there."""
+
+    def keeps(event):
+        return (event.kind, event.name) != (kind, name)
+
+    roles = {
+        role: lambda trips, program=program: filter(keeps, program(trips)) for role, program in protocol.roles.items()
+    }
+    assert any(not keeps(event) for program in protocol.roles.values() for event in program(2)), f"no {kind} {name}"
+    return replace(protocol, roles=roles)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "mistake"),
+    [
+        ("wait", "tokens_ready", "finds"),
+        ("wait", "tokens_free", "overwrites"),
+        ("wait", "values_ready", "finds"),
+        ("wait", "values_free", "overwrites"),
+        ("wait", "scores_ready", "finds"),
+        ("wait", "scores_free", "overwrites"),
+        ("wait", "output_ready", "finds"),
+        ("wait", "output_free", "overwrites"),
+        ("arrive", "tokens_free", "deadlock"),
+        ("arrive", "output_free", "deadlock"),
+        ("done", "scores", "overwrites"),
+    ],
+)
+def test_what_the_recurrence_must_not_leave_out_is_found(protocols, kind, name, mistake):
+    broken = without(protocols["recurrence"], kind, name)
+    with pytest.raises(ProtocolError, match=mistake):
+        for trips in TRIPS:
+            simulate_starved(broken, trips)
 
 
 def test_protocols_and_compiled_sources_agree(protocols, product):

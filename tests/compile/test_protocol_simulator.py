@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from protocol_simulator import ProtocolError, simulate
+from protocol_simulator import ProtocolError, simulate, simulate_starved
 
 STAGES, THREADS = 2, 128
 
@@ -73,6 +73,7 @@ def run_all(protocol):
 
 def test_the_correct_ring_passes():
     run_all(ring())
+    simulate_starved(ring(), 8)
 
 
 def without(kind, name):
