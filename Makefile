@@ -20,7 +20,10 @@ FLOOR_STAMP = $(call stamp,$(FLOOR_VENV),floor)
 BUILD_STAMP = $(call stamp,$(BUILD_VENV),build)
 PYTEST_ARGS ?=
 
-.PHONY: help demo test test-floor test-build check build verify-build lint format
+# Values, gradients, packing, refusals, the ops and the way to the compiled kernels: under three minutes.
+VARIANT_TESTS = $(addprefix tests/core/test_,capability.py field_values.py packing.py refusals.py sm90_path.py compile.py convolution.py norm.py)
+
+.PHONY: help demo test test-floor test-build test-variant check build verify-build lint format
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
@@ -41,6 +44,12 @@ test-build: $(BUILD_STAMP)
 
 build: $(BUILD_STAMP)
 	$(BUILD_PYTHON) -m flashqla_hub build
+
+# What strangers with a CUDA wheel get: the variant of this processor, loaded from its folder, serves CPU tensors too.
+CUDA_VARIANT = build/torch-stable-abi29-cu130-$(shell uname -m)-linux
+test-variant: $(MAIN_STAMP)
+	@test -d $(CUDA_VARIANT) || { echo "$(CUDA_VARIANT) is not there; run make build"; exit 1; }
+	FLASHQLA_TEST_VARIANT=$(CUDA_VARIANT) $(PYTHON) -m pytest $(VARIANT_TESTS) $(PYTEST_ARGS)
 
 # Compile every library anew and compare it byte for byte with the one in build/.
 verify-build: $(BUILD_STAMP)

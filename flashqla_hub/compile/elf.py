@@ -8,6 +8,7 @@ MACHINES = {62: "x86_64", 183: "aarch64", 190: "cuda"}
 DT_NEEDED, DT_STRTAB, DT_SYMTAB, DT_SONAME = 1, 5, 6, 14
 DT_VERNEED, DT_VERNEEDNUM, DT_VERSYM = 0x6FFFFFFE, 0x6FFFFFFF, 0x6FFFFFF0
 SECTION_DYNAMIC, SECTION_DYNSYM = 6, 11
+SEGMENT_LOAD = 1
 WEAK = 2
 
 
@@ -22,12 +23,13 @@ class Import:
 
 @dataclass(frozen=True)
 class SharedLibrary:
-    """What the dynamic section of a shared library says."""
+    """What a shared library says of itself; `alignment` is that of the loaded segments, in bytes."""
 
     machine: str
     needed: tuple[str, ...]
     imports: tuple[Import, ...]
     exports: tuple[str, ...]
+    alignment: int
 
 
 def read_shared_library(data: bytes) -> SharedLibrary:
@@ -61,6 +63,7 @@ def read_shared_library(data: bytes) -> SharedLibrary:
         needed=tuple(_string(data, strings.offset + value) for tag, value in entries if tag == DT_NEEDED),
         imports=tuple(imports),
         exports=tuple(exports),
+        alignment=min(_load_alignments(data), default=0),
     )
 
 
@@ -81,6 +84,14 @@ def _sections(data: bytes) -> list[_Section]:
         _, kind, _, address, offset, length, link = struct.unpack_from("<IIQQQQI", data, table + index * size)
         sections.append(_Section(kind, address, offset, length, link))
     return sections
+
+
+def _load_alignments(data: bytes) -> list[int]:
+    """Alignment of each segment that the loader maps."""
+    (table,) = struct.unpack_from("<Q", data, 32)
+    size, count = struct.unpack_from("<HH", data, 54)
+    headers = [struct.unpack_from("<IIQQQQQQ", data, table + index * size) for index in range(count)]
+    return [header[7] for header in headers if header[0] == SEGMENT_LOAD]
 
 
 def _section_at(sections: list[_Section], entries: list[tuple[int, int]], tag: int) -> _Section | None:

@@ -13,6 +13,8 @@ LOCAL_MEMORY_OPCODES = ("LDL", "STL")
 
 MAX_GLIBC = (2, 28)  # manylinux_2_28
 ALLOWED_LIBRARIES = ("libtorch_cpu.so", "libc.so.6", "libdl.so.2", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1")
+LARGEST_PAGE = {"x86_64": 4096, "aarch64": 65536}  # bytes; Linux on Grace comes with pages of 64 KiB
+MAX_LIBRARY = 6_000_000  # bytes; every machine that loads the kernel downloads one
 CPP_RUNTIME_IMPORTS = ("_ZdlPv",)  # operator delete, out of the C++ run time that libtorch brings along
 
 
@@ -60,11 +62,25 @@ def library_failures(library: SharedLibrary, machine: str) -> list[str]:
     failures = []
     if library.machine != machine:
         failures.append(f"the library for {machine} is built for {library.machine}.")
+    if library.alignment < LARGEST_PAGE[machine]:
+        failures.append(
+            f"the {machine} library is aligned to {library.alignment} bytes, and systems with pages of {LARGEST_PAGE[machine]} "
+            "could not map it."
+        )
     for name in library.needed:
         if name not in ALLOWED_LIBRARIES:
             failures.append(f"the {machine} library needs {name}; allowed are {', '.join(ALLOWED_LIBRARIES)}.")
     failures += [sentence for symbol in library.imports if (sentence := _import_failure(symbol, machine))]
     return failures
+
+
+def size_failures(data: bytes, machine: str) -> list[str]:
+    """One sentence if the file is larger than a kernel's library may be."""
+    if len(data) <= MAX_LIBRARY:
+        return []
+    return [
+        f"the {machine} library has {len(data)} bytes, and at most {MAX_LIBRARY} may be shipped; drop specialisations."
+    ]
 
 
 def used_shims(library: SharedLibrary) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from .cache import Cache
 from .elf import read_shared_library
 from .errors import GateFailure
-from .gates import library_failures, newest_glibc, used_shims
+from .gates import library_failures, newest_glibc, size_failures, used_shims
 from .inputs import inputs_digest
 from .kernel_build import CompiledKernel, KernelSpec, compile_kernel, judge_kernel, lower_kernel
 from .launcher_source import HEADER, header_source, launcher_source
@@ -128,7 +128,7 @@ def judge_library(data: bytes, machine: str) -> dict[str, Any]:
         GateFailure: it would not load everywhere; one reason a line.
     """
     library = read_shared_library(data)
-    failures = library_failures(library, machine)
+    failures = library_failures(library, machine) + size_failures(data, machine)
     if failures:
         raise GateFailure("\n".join(failures))
     return {

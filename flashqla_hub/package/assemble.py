@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from ..compile.errors import CompileError
+from ..compile.errors import CompileError, ToolsMissing
 from .errors import PackageError
 from .loading import MINIMUM_KERNELS
 from .project import Project
@@ -91,6 +91,9 @@ def compiled_library(variant: Variant, unique: str) -> bytes:
     """
     try:
         return variant.library.compile(unique)
+    except ToolsMissing as error:
+        sentence = str(error).rstrip(".")
+        raise PackageError(f"{sentence}; `build --variant torch-universal` needs no compiler.") from error
     except CompileError as error:
         raise PackageError(str(error)) from error
 

@@ -15,7 +15,7 @@ from flashqla_hub.compile.cubin import (
 )
 from flashqla_hub.compile.elf import Import, SharedLibrary
 from flashqla_hub.compile.errors import CompilerError
-from flashqla_hub.compile.gates import kernel_failures, library_failures
+from flashqla_hub.compile.gates import kernel_failures, library_failures, size_failures
 from flashqla_hub.compile.launch_plan import LaunchPlan
 
 SPILLING = """
@@ -52,6 +52,7 @@ LIBRARY = SharedLibrary(
     needed=("libtorch_cpu.so", "libc.so.6"),
     imports=(Import("memcpy", "GLIBC_2.14", False), Import("aoti_torch_check", None, False)),
     exports=(),
+    alignment=4096,
 )
 
 
@@ -124,6 +125,7 @@ def test_a_good_library_passes():
     ("change", "words"),
     [
         ({"machine": "aarch64"}, "is built for aarch64"),
+        ({"alignment": 2048}, "is aligned to 2048 bytes"),
         ({"needed": ("libstdc++.so.6",)}, "needs libstdc++.so.6"),
         ({"needed": ("libcuda.so.1",)}, "needs libcuda.so.1"),
         ({"imports": (Import("dlopen", "GLIBC_2.34", False),)}, "dlopen@GLIBC_2.34; manylinux_2_28 ends at 2.28"),
@@ -134,6 +136,19 @@ def test_a_good_library_passes():
 def test_a_library_that_would_not_load_everywhere_is_refused(change, words):
     [sentence] = library_failures(replace(LIBRARY, **change), "x86_64")
     assert words in sentence
+
+
+def test_pages_of_64_kib_are_served_on_aarch64():
+    library = replace(LIBRARY, machine="aarch64", alignment=65536)
+    assert library_failures(library, "aarch64") == []
+    [sentence] = library_failures(replace(library, alignment=4096), "aarch64")
+    assert "pages of 65536" in sentence
+
+
+def test_a_library_that_is_too_large_is_refused():
+    assert size_failures(b"x" * 6_000_000, "x86_64") == []
+    [sentence] = size_failures(b"x" * 6_000_001, "x86_64")
+    assert "has 6000001 bytes" in sentence
 
 
 def test_a_shim_newer_than_the_oldest_pytorch_is_refused(monkeypatch):

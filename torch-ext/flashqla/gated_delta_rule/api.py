@@ -68,8 +68,9 @@ def chunk_gated_delta_rule(
 
     Args:
         q, k: [B, T, H, K], bfloat16, float16, float32 or float64. Value head h reads key head h // (HV // H). Keys should
-            have norm at most about 1 (see `use_qk_l2norm_in_kernel`): longer keys make the recurrence itself explode, and
-            where the compiled SM90 forward serves, products of two keys above 65,504 give results that are not finite.
+            have norm at most about 1 (see `use_qk_l2norm_in_kernel`): longer keys make the recurrence itself explode. The
+            compiled SM90 forward inverts in float16: products of keys above 65,504, or beta |k|^2 far above 2, give
+            results that are not finite there before they do on the PyTorch path.
         v: [B, T, HV, V], the dtype of q and k; HV must be a multiple of H.
         g: [B, T, HV], any floating dtype: log decay, at most 0 (-inf forgets everything; positive values are not
             supported). The raw gate input instead if `use_gate_in_kernel`.
