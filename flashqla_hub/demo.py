@@ -6,6 +6,7 @@ random weights and reads bytes, and the text is that of Python's own help topics
 
 import math
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -124,6 +125,11 @@ def run_demo(settings: Settings, console: Console) -> None:
     Raises:
         PackageError: the kernel cannot be loaded, or the demonstration failed; one sentence.
     """
+    trust = settings.trust_remote_code
+    source = Source.of(settings.source, trust_remote_code=trust)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a source without a fitting build is told by kernelize
+        source.available("demo")
     from transformers.utils import logging
 
     from . import kernelize, report
@@ -134,13 +140,12 @@ def run_demo(settings: Settings, console: Console) -> None:
     model = build_model(settings)
     size = f"{settings.layers} layers, {model.num_parameters() / 1e6:.1f} M parameters"
     console.print(f"Qwen3.5, {size}, on {settings.device}; kernel from {settings.source}", highlight=False)
-    trust = settings.trust_remote_code
     kernelize(model, source=settings.source, trust_remote_code=trust, device=settings.device)
     served = report(model)
     show_report(served, console)
     require_served(served, device_type)
     settings.output.mkdir(parents=True, exist_ok=True)
-    with watched_core(model, Source.of(settings.source, trust_remote_code=trust).module(), outcome):
+    with watched_core(model, source.module(), outcome):
         train(model, settings, outcome, console)
         outcome.continuation = continue_text(model, settings)
     show_outcome(outcome, settings, console)

@@ -28,6 +28,9 @@ PROMPT = "The import statement "
 CORE = "chunk_gated_delta_rule"
 
 
+LINES = 10  # of progress, where no bar can be drawn
+
+
 @dataclass(frozen=True)
 class Settings:
     """The options of the command."""
@@ -143,7 +146,7 @@ def watched_core(model: "PreTrainedModel", kernel: ModuleType, outcome: Outcome)
 
 
 def progress_callback(settings: Settings, outcome: Outcome, console: Console) -> "TrainerCallback":
-    """A bar on the console, and the loss of each step in `outcome.losses`."""
+    """A bar on a terminal, ten lines where there is none, and the loss of each step in `outcome.losses`."""
     from transformers import TrainerCallback
 
     columns = (
@@ -153,8 +156,9 @@ def progress_callback(settings: Settings, outcome: Outcome, console: Console) ->
         TextColumn("loss {task.fields[loss]}"),
         TimeRemainingColumn(),
     )
-    progress = Progress(*columns, console=console)
+    progress = Progress(*columns, console=console, disable=not console.is_terminal)
     task = progress.add_task("training", total=settings.steps, loss="-")
+    steps_between_lines = -(-settings.steps // LINES)
 
     class Watch(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
@@ -164,6 +168,10 @@ def progress_callback(settings: Settings, outcome: Outcome, console: Console) ->
             if "loss" in logs:
                 outcome.losses.append(logs["loss"])
                 progress.update(task, completed=state.global_step, loss=f"{logs['loss']:.3f}")
+                if not console.is_terminal and state.global_step % steps_between_lines == 0:
+                    console.print(
+                        f"step {state.global_step} of {settings.steps}, loss {logs['loss']:.3f}", highlight=False
+                    )
 
         def on_train_end(self, args, state, control, **kwargs):
             progress.stop()

@@ -31,6 +31,7 @@ def test_demo_trains_draws_and_writes(run, tmp_path):
     assert result.output.count("qwen/flashqla: all parts") == 4
     assert f"{CORE}: PyTorch path" in result.output and "a fall of " in result.output
     assert "it writes: The import statement " in result.output
+    assert "step 1 of 8, loss " in result.output and "step 8 of 8, loss " in result.output
     assert (tmp_path / "demo-output" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -54,6 +55,12 @@ def test_layer_of_another_kernel_fails_the_demo(run, tmp_path):
     assert result.exit_code == 1
     assert f"model.layers.0.linear_attn runs {CORE} of transformers, not of qwen/flashqla" in result.output
     assert "held-out" not in result.output
+
+
+def test_source_that_does_not_exist_is_refused_before_the_model_is_built(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "build_model", lambda settings: pytest.fail("the model was built"))
+    result = run(source=tmp_path / "nowhere")
+    assert result.exit_code == 1 and "does not exist; name the root of a kernel repository" in result.output
 
 
 def test_layer_that_is_lost_during_training_fails_the_demo(run, monkeypatch):
