@@ -53,6 +53,8 @@ def pass_boundaries(backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
     convolution serves the device, and nothing is derived otherwise.
     """
     call = {**dict(zip(POSITIONAL, args, strict=False)), **kwargs}
+    if call.get("past_key_values") is None:
+        call["past_key_values"] = call.get("cache")  # as transformers calls it from 5.24 on
     inputs = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
     if inputs is None or inputs.shape[1] == 1:
         return None

@@ -132,13 +132,16 @@ def build_model(settings: Settings) -> "PreTrainedModel":
 
 @contextmanager
 def watched_core(model: "PreTrainedModel", kernel: ModuleType, outcome: Outcome) -> Iterator[None]:
-    """Ask the kernel at each call of the core which path it takes; the answers land in `outcome.detours`."""
+    """Ask the kernel at each call of the first layer which path its core takes; the answers land in `outcome.detours`."""
 
-    def ask(module, args, kwargs):
-        outcome.detours.add(kernel.explain_unsupported(*args[:3], kwargs["g"], kwargs["beta"]))
+    def ask(layer, args, kwargs):
+        hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        queries = hidden_states.new_empty(1, 1, layer.num_k_heads, layer.head_k_dim)
+        values = hidden_states.new_empty(1, 1, layer.num_v_heads, layer.head_v_dim)
+        gates = values[..., 0]
+        outcome.detours.add(kernel.explain_unsupported(queries, queries, values, gates, gates))
 
-    core = gated_delta_nets(model)[0].replaceable[CORE]
-    handle = core.register_forward_pre_hook(ask, with_kwargs=True)
+    handle = gated_delta_nets(model)[0].module.register_forward_pre_hook(ask, with_kwargs=True)
     try:
         yield
     finally:

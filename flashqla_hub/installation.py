@@ -16,13 +16,14 @@ from .models import (
     functions_of,
     gated_delta_nets,
     imported_modeling_modules,
+    mark_layers,
 )
 from .package.download import REPO_ID, VERSION
 
 if TYPE_CHECKING:
     from kernels import Mode
 
-# Models that hold the kernel by our doing, so that `unregister` finds their norms and hooks.
+# Models that hold the kernel by our doing, so that `unregister` finds their layers, norms and hooks.
 _adopted: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
@@ -37,10 +38,12 @@ def kernelize(
 ) -> nn.Module:
     """Install the kernel in every gated delta rule layer of a transformers model, for inference and training.
 
-    It touches the functions `chunk_gated_delta_rule`, `fused_recurrent_gated_delta_rule`, `causal_conv1d_fn`,
-    `causal_conv1d_update` and the layers' `RMSNormGated`, and nothing else: kernels that you installed elsewhere stay. It
-    also registers the kernel (see `register`), so that it stays when transformers kernelizes the model again, as `train()`
-    and `eval()` do if `model.use_kernels` is True.
+    It replaces the whole layer where the kernel has one for the family, and below it the functions
+    `chunk_gated_delta_rule`, `fused_recurrent_gated_delta_rule`, `causal_conv1d_fn`, `causal_conv1d_update` and the layer's
+    `RMSNormGated`. They serve families without a whole layer, and the calls that the whole layer leaves to transformers'
+    own forward. Nothing else is touched: kernels that you installed elsewhere stay. It also registers the kernel (see
+    `register`), so that it stays when transformers kernelizes the model again, as `train()` and `eval()` do if
+    `model.use_kernels` is True.
 
     Rows that pack several sequences are recognised from `cu_seq_lens_q`, `seq_idx`, or `position_ids` that restart
     (see `boundaries.pass_boundaries`).
@@ -78,6 +81,7 @@ def kernelize(
         return model
     chosen = Source.of(source, version, trust_remote_code)
     if chosen.available("kernelize"):
+        mark_layers()
         _replace_forwards(nets, chosen, device_type, mode)
         registry.add(chosen)
         adopt(model, chosen)
@@ -88,16 +92,16 @@ def unregister(model: nn.Module | None = None) -> None:
     """Undo `register`, `kernelize` and `kernel_config`: the mapping, and the original forwards of all layers.
 
     The mapping of `kernels` holds afterwards what it held before. The functions of every modeling module get the forward
-    of transformers back, and so do the norms of models given to `kernelize` or loaded with `kernel_config`.
+    of transformers back, and so do the layers and norms of models given to `kernelize` or loaded with `kernel_config`.
 
     Args:
-        model: A model that transformers itself kernelized after `register`, whose norms only the model can name.
+        model: A model that transformers itself kernelized after `register`, whose layers and norms only the model can name.
     """
     registry.remove()
     functions = [function for name in imported_modeling_modules() for function in functions_of(name).values()]
     models = [*_adopted, *([] if model is None else [model])]
-    norms = [layer for model in models for net in gated_delta_nets(model) for layer in net.replaceable.values()]
-    for layer in (*functions, *norms):
+    layers = [layer for model in models for net in gated_delta_nets(model) for layer in net.replaceable.values()]
+    for layer in (*functions, *layers):
         if serving.is_ours(layer):
             serving.restore_original(layer)
     for model in models:
@@ -108,6 +112,7 @@ def unregister(model: nn.Module | None = None) -> None:
 def adopt(model: nn.Module, source: Source) -> None:
     """Have the model pass boundaries on, and keep the kernel when transformers kernelizes it with a KernelConfig."""
     _adopted.add(model)
+    mark_layers()
     for backbone in backbones(model):
         boundaries.install(backbone)
     for mapping in _kernel_config_mappings(model):

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from .models import LAYER_NAMES
+from .models import HUB_NAMES, PART_NAMES, WHOLE_LAYERS
 from .package.download import REPO_ID, VERSION
 from .package.errors import PackageError
 from .package.loading import load, local_folder
 
-# Hub names that have a kernel for compute capability 9.0.
+# Parts of the layer, by hub name, that have a kernel for compute capability 9.0.
 SM90_KERNELS: tuple[str, ...] = ("chunk_gated_delta_rule",)
 SM90 = (9, 0)
 
@@ -99,7 +99,13 @@ class KernelLayer:
     layer_name: str
 
     def load(self) -> type[torch.nn.Module]:
-        return getattr(self.source.module().layers, self.layer_name)
+        layer = getattr(self.source.module().layers, self.layer_name, None)
+        if layer is None:
+            raise PackageError(
+                f"the kernel from {self.source.location} has no layer {self.layer_name}, so it is older than this "
+                "flashqla_hub: update it (for one from the Hub, flashqla_hub.download), or install the flashqla_hub of its time."
+            )
+        return layer
 
     def __str__(self) -> str:
         return f"{self.source.location}, layer {self.layer_name}"
@@ -116,19 +122,24 @@ def layer_mapping(source: Source) -> dict[str, dict[Any, KernelLayer]]:
     capability = 10 * SM90[0] + SM90[1]
     sm90 = Device(type="cuda", properties=CUDAProperties(min_capability=capability, max_capability=capability))
     mapping: dict[str, dict[Any, KernelLayer]] = {}
-    for name in LAYER_NAMES:
-        layer = KernelLayer(source, name)
+    for name in HUB_NAMES:
+        layer = KernelLayer(source, WHOLE_LAYERS.get(name, name))
         mapping[name] = {device: layer for device in TORCH_PATH_DEVICES}
-        if name in SM90_KERNELS:
+        if name in sm90_names():
             mapping[name][sm90] = layer
     return mapping
+
+
+def sm90_names() -> tuple[str, ...]:
+    """The hub names that this kernel serves on capability 9.0: parts with a kernel, and whole layers once every part has one."""
+    return HUB_NAMES if set(PART_NAMES) <= set(SM90_KERNELS) else SM90_KERNELS
 
 
 def names_for(device_type: str) -> tuple[str, ...]:
     """The hub names that this kernel serves on a type of device: "cpu", "cuda" (meaning the current GPU), ..."""
     if explain_device(device_type) is not None:
         return ()
-    return LAYER_NAMES if device_type in TORCH_PATH_DEVICES else SM90_KERNELS
+    return HUB_NAMES if device_type in TORCH_PATH_DEVICES else sm90_names()
 
 
 def explain_device(device_type: str) -> str | None:

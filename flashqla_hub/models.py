@@ -4,6 +4,7 @@ Classes are recognised by where they are defined and what they are called, so no
 """
 
 import sys
+from importlib import import_module
 from typing import NamedTuple
 
 from torch import nn
@@ -16,24 +17,43 @@ FUNCTION_NAMES = (
     "causal_conv1d_update",
 )
 NORM_NAME = "RMSNormGated"
-LAYER_NAMES = (*FUNCTION_NAMES, NORM_NAME)
+PART_NAMES = (*FUNCTION_NAMES, NORM_NAME)
 
-# The layer class of each family. Only qwen3_5 and qwen3_5_moe give that class itself a name for kernels, so all
-# families are served through the functions and the norm, which have the same names and signatures in each of them.
+
+class Family(NamedTuple):
+    """A family of models: its layer class, and the name by which a kernel may replace that whole layer.
+
+    Attributes:
+        class_name: Name of the layer class in the family's modeling module.
+        hub_name: Name for kernels; None if the kernel has no such layer.
+        layer: The layer of the kernel that serves it.
+    """
+
+    class_name: str
+    hub_name: str | None = None
+    layer: str | None = None
+
+
+# Only qwen3_5 and qwen3_5_moe give their layer class a name for kernels; `mark_layers` gives one to the others.
 FAMILIES = {
-    "qwen3_next": "Qwen3NextGatedDeltaNet",
-    "qwen3_5": "Qwen3_5GatedDeltaNet",
-    "qwen3_5_moe": "Qwen3_5MoeGatedDeltaNet",
-    "qwen4_exp": "Qwen4ExpTextGatedDeltaNet",
-    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "qwen3_next": Family("Qwen3NextGatedDeltaNet", "Qwen3NextGatedDeltaNet", "Qwen3NextGatedDeltaNet"),
+    "qwen3_5": Family("Qwen3_5GatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5GatedDeltaNet"),
+    "qwen3_5_moe": Family("Qwen3_5MoeGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5GatedDeltaNet"),
+    "qwen4_exp": Family("Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextGatedDeltaNet", "Qwen3_5GatedDeltaNet"),
+    "olmo_hybrid": Family("OlmoHybridGatedDeltaNet"),
 }
+
+# {hub name: layer of the kernel} of the whole layers, and the hub names of everything that the kernel serves.
+WHOLE_LAYERS = {family.hub_name: family.layer for family in FAMILIES.values() if family.hub_name is not None}
+HUB_NAMES = (*WHOLE_LAYERS, *PART_NAMES)
 
 
 class GatedDeltaNet(NamedTuple):
     """One layer of a model: its path, its module, and the objects by hub name that a kernel may replace in it.
 
-    The functions are the objects that the layer's code calls. They belong to the modeling module, so all models of a
-    family in the process share them; the norm belongs to this layer alone.
+    The whole layer comes first if the kernel has one for its family. The functions are the objects that the layer's code
+    calls. They belong to the modeling module, so all models of a family in the process share them; the layer and its norm
+    belong to this model alone.
     """
 
     path: str
@@ -44,18 +64,56 @@ class GatedDeltaNet(NamedTuple):
 def gated_delta_nets(model: nn.Module) -> list[GatedDeltaNet]:
     """The gated delta rule layers of `model`, in the order of its modules."""
     return [
-        GatedDeltaNet(path, module, {**functions_of(owner), **_norm_of(module)})
+        GatedDeltaNet(path, module, _replaceable(family, module))
         for path, module in model.named_modules()
-        if (owner := _modeling_module(module)) is not None
+        if (family := _family_of(module)) is not None
     ]
+
+
+def mark_layers() -> None:
+    """Give the layer classes that transformers leaves closed their hub name, as `kernels` would find it on open ones.
+
+    Only on classes, and only of families that the installed transformers has with its kernels switched on.
+    """
+    from kernels import replace_kernel_forward_from_hub
+
+    for name, family in FAMILIES.items():
+        layer_class = _layer_class(name)
+        if family.hub_name is not None and layer_class is not None and not hasattr(layer_class, _HUB_NAME):
+            replace_kernel_forward_from_hub(layer_class, family.hub_name)
+            _marked.add(layer_class)
+
+
+def unmark_layers() -> None:
+    """Close again what `mark_layers` opened."""
+    for layer_class in _marked:
+        for name in (_HUB_NAME, "kernel_condition"):
+            if name in vars(layer_class):
+                delattr(layer_class, name)
+    _marked.clear()
+
+
+_HUB_NAME = "kernel_layer_name"
+_marked: set[type[nn.Module]] = set()
+
+
+def _layer_class(family: str) -> type[nn.Module] | None:
+    """The layer class of a family; None if transformers lacks the family, or defined it without names for kernels."""
+    try:
+        module = import_module(_modeling_name(family))
+    except ModuleNotFoundError as error:
+        if error.name != "transformers" and not str(error.name).startswith("transformers.models."):
+            raise
+        return None
+    return getattr(module, FAMILIES[family].class_name, None) if functions_of(module.__name__) else None
 
 
 def functions_of(modeling_module: str) -> dict[str, nn.Module]:
     """The replaceable functions of a modeling module, by hub name; none if `kernels` was off when it was imported."""
     return {
-        value.kernel_layer_name: value
+        getattr(value, _HUB_NAME): value
         for value in vars(sys.modules[modeling_module]).values()
-        if isinstance(value, nn.Module) and getattr(value, "kernel_layer_name", None) in FUNCTION_NAMES
+        if isinstance(value, nn.Module) and getattr(value, _HUB_NAME, None) in FUNCTION_NAMES
     }
 
 
@@ -82,13 +140,20 @@ def backbones(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def _modeling_module(module: nn.Module) -> str | None:
-    """The modeling module that `module` comes from if it is a gated delta rule layer or derives from one."""
-    for family, class_name in FAMILIES.items():
+def _family_of(module: nn.Module) -> str | None:
+    """The family whose gated delta rule layer `module` is or derives from."""
+    for name, family in FAMILIES.items():
         for ancestor in type(module).__mro__:
-            if ancestor.__name__ == class_name and ancestor.__module__ == _modeling_name(family):
-                return ancestor.__module__
+            if ancestor.__name__ == family.class_name and ancestor.__module__ == _modeling_name(name):
+                return name
     return None
+
+
+def _replaceable(family: str, layer: nn.Module) -> dict[str, nn.Module]:
+    functions = functions_of(_modeling_name(family))
+    hub_name = FAMILIES[family].hub_name
+    whole = {hub_name: layer} if functions and hub_name is not None else {}
+    return {**whole, **functions, **_norm_of(layer)}
 
 
 def _modeling_name(family: str) -> str:
@@ -96,5 +161,5 @@ def _modeling_name(family: str) -> str:
 
 
 def _norm_of(layer: nn.Module) -> dict[str, nn.Module]:
-    norm = next((child for child in layer.children() if getattr(child, "kernel_layer_name", None) == NORM_NAME), None)
+    norm = next((child for child in layer.children() if getattr(child, _HUB_NAME, None) == NORM_NAME), None)
     return {} if norm is None else {NORM_NAME: norm}

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from .mapping import TORCH_PATH_DEVICES, KernelLayer, Source, layer_mapping
-from .models import LAYER_NAMES
+from .models import HUB_NAMES, mark_layers, unmark_layers
 from .package.download import REPO_ID, VERSION
 
 # What the mapping held under our names for a device without capabilities: there a registration replaces the earlier one.
@@ -18,9 +18,10 @@ def register(
 
     Afterwards `from_pretrained(..., use_kernels=True)`, `model.set_use_kernels(True)` and `kernels.kernelize(model, ...)`
     install it for inference and training, on the CPU and, under the names that have a CUDA kernel, on GPUs of compute
-    capability 9.0. The names are those of `models.LAYER_NAMES`; other families that have the short convolution or the gated
-    norm under these names get them too. Other names are left alone. A KernelConfig that names the same functions takes
-    precedence on the CPU.
+    capability 9.0. The names are those of `models.HUB_NAMES`: the whole layers, their functions and their norm. Layer classes
+    without a name, such as Qwen3-Next's, get theirs (`models.mark_layers`). Other families that have the short convolution or
+    the gated norm under these names get them too. Other names are left alone. A KernelConfig that names the same functions
+    takes precedence on the CPU.
 
     Models served this way know packed sequences from `cu_seq_lens_q` and `seq_idx` only. Pass both, as
     DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True) does: `position_ids` that restart are
@@ -45,7 +46,8 @@ def add(source: Source) -> None:
     """Register a kernel that is known to load."""
     from kernels import register_kernel_mapping
 
-    for name in LAYER_NAMES:
+    mark_layers()
+    for name in HUB_NAMES:
         for device in TORCH_PATH_DEVICES:
             _remember_what_is_there(name, device)
     register_kernel_mapping(layer_mapping(source))
@@ -53,7 +55,8 @@ def add(source: Source) -> None:
 
 def remove() -> None:
     """Take the kernel out of the mapping, and put back what it replaced there."""
-    for name in LAYER_NAMES:
+    unmark_layers()
+    for name in HUB_NAMES:
         registered = _registered(name)
         for device in TORCH_PATH_DEVICES:
             if device in registered and is_ours(registered[device].repos):

@@ -7,7 +7,7 @@ from torch import nn
 from . import serving
 from .installation import device_type_of, explain_nothing, required_nets
 from .mapping import explain_absence, names_for
-from .models import LAYER_NAMES
+from .models import PART_NAMES, WHOLE_LAYERS
 
 OURS = "qwen/flashqla"
 ORIGINAL = "transformers"
@@ -47,15 +47,26 @@ class Report:
         """{hub name: who serves it} of one layer."""
         return {part.name: part.by for part in self.parts if part.layer == layer}
 
+    def served_whole(self, layer: str) -> bool:
+        """Whether the kernel has the whole forward of a layer, not just functions in it."""
+        return any(part.layer == layer and part.name in WHOLE_LAYERS and part.by == OURS for part in self.parts)
+
+    def _summary(self) -> str:
+        whole = [layer for layer in self.layers if self.served_whole(layer)]
+        rest = [layer for layer in self.layers if layer not in whole]
+        partly = [layer for layer in rest if OURS in self.served_by(layer).values()]
+        return f"{len(whole)} served whole, {len(partly)} by functions, {len(rest) - len(partly)} not"
+
     def __str__(self) -> str:
-        header = ("layer", *LAYER_NAMES)
-        rows = [(layer, *(self.served_by(layer).get(name, "-") for name in LAYER_NAMES)) for layer in self.layers]
+        names = tuple(name for name in (*WHOLE_LAYERS, *PART_NAMES) if any(part.name == name for part in self.parts))
+        header = ("layer", *names)
+        rows = [(layer, *(self.served_by(layer).get(name, "-") for name in names)) for layer in self.layers]
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
         ]
         reasons = dict.fromkeys((part.by, part.reason) for part in self.parts)
-        title = f"{self.model} on {self.device}: {len(self.layers)} gated delta rule layers"
+        title = f"{self.model} on {self.device}: {len(self.layers)} gated delta rule layers, {self._summary()}"
         return "\n".join([title, *map(str.rstrip, lines), *(f"{by}: {reason}" for by, reason in reasons)])
 
 
@@ -72,7 +83,8 @@ def report(model: nn.Module) -> Report:
     nothing = explain_nothing(nets, device_type)
     parts = []
     for net in nets:
-        for name in LAYER_NAMES:
+        whole = (name for name in WHOLE_LAYERS if name in net.replaceable)
+        for name in (*whole, *PART_NAMES):
             by, reason = _who_serves(net.replaceable.get(name), name, device_type, nothing)
             parts.append(Served(net.path, name, by, reason))
     return Report(type(model).__name__, device_type, tuple(parts))

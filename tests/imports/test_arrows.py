@@ -15,12 +15,22 @@ MODULES = {".".join(path.relative_to(SHIPPED).with_suffix("").parts).removesuffi
 ARROWS = {
     "__init__": {"layers", "causal_conv1d", "gated_delta_rule", "gated_norm"},
     "checks": set(),
-    "layers": {
+    "keywords": set(),
+    "gated_delta_net": {
         "causal_conv1d",
         "causal_conv1d.validation",
         "gated_delta_rule",
+        "gated_delta_rule.gates",
+        "keywords",
+    },
+    "layers": {
+        "causal_conv1d",
+        "causal_conv1d.validation",
+        "gated_delta_net",
+        "gated_delta_rule",
         "gated_norm",
         "gated_norm.api",
+        "keywords",
     },
     "gated_delta_rule": {"gated_delta_rule.api", "gated_delta_rule.capability"},
     "gated_delta_rule.api": {

@@ -53,7 +53,7 @@ def test_layer_of_another_kernel_fails_the_demo(run, tmp_path):
     with pytest.warns(UserWarning, match="replaces nothing"):
         result = run(source=tmp_path / "empty")
     assert result.exit_code == 1
-    assert f"model.layers.0.linear_attn runs {CORE} of transformers, not of qwen/flashqla" in result.output
+    assert "model.layers.0.linear_attn runs Qwen3_5GatedDeltaNet of transformers, not of qwen/flashqla" in result.output
     assert "held-out" not in result.output
 
 

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import flashqla_hub
-from flashqla_hub.models import LAYER_NAMES, gated_delta_nets
+from flashqla_hub.models import FAMILIES, PART_NAMES, gated_delta_nets
 from flashqla_hub.reference import gated_delta_rule
 from tests.transformers.comparison import LOSS_AND_GRADIENTS, assert_close, assert_same_gradients, loss_and_gradients
 from tests.transformers.families import token_ids
@@ -30,14 +30,16 @@ def left_padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.stack(padded), "attention_mask": torch.stack(masks)}
 
 
-def test_every_part_of_every_layer_is_served_by_the_kernel(plain, kernelize):
+def test_every_layer_and_every_part_of_it_is_served_by_the_kernel(family, plain, kernelize):
     """I3: also in families whose layer class has no name for kernels; one core per linear layer."""
     assert kernelize(plain) is plain
     assert flashqla_hub.is_active(plain)
     found = flashqla_hub.report(plain)
     assert len(found.layers) == LINEAR_LAYERS
     for layer in found.layers:
-        assert found.served_by(layer) == dict.fromkeys(LAYER_NAMES, "qwen/flashqla")
+        whole = FAMILIES[family].hub_name
+        assert found.served_by(layer) == dict.fromkeys([whole, *PART_NAMES] if whole else PART_NAMES, "qwen/flashqla")
+        assert found.served_whole(layer) == (whole is not None)
 
 
 def test_logits_equal_plain(plain, kernelize):
@@ -175,20 +177,29 @@ def test_tokens_taken_back_from_a_cache_act_as_in_plain(plain, kernelize):
     assert_close(run(), expected)
 
 
-def test_parameters_keep_dtype_and_gates_are_float32(plain, kernelize):
-    """N7: in a bfloat16 model the gate is computed in float32 and no parameter changes its dtype."""
+def test_parameters_keep_dtype_and_gates_are_float32(family, plain, kernelize, part, monkeypatch):
+    """N7: in a bfloat16 model the gate is computed in float32 and no parameter changes its dtype. A whole layer hands the
+    rule what its gate is made of, as it is; that the rule computes it in float32 is tested with the rule."""
     model = kernelize(plain.to(torch.bfloat16))
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    layer = gated_delta_nets(model)[0]
     seen = []
-    function = gated_delta_nets(model)[0].replaceable["chunk_gated_delta_rule"]
-    kernel_forward = function.forward
 
-    def spy(*args, **kwargs):
-        seen.append(kwargs["g"].dtype)
-        return kernel_forward(*args, **kwargs)
+    def spied(rule):
+        def spy(*args, **kwargs):
+            seen.append((kwargs["g"].dtype, kwargs.get("A_log") is layer.module.A_log))
+            return rule(*args, **kwargs)
 
-    function.forward = spy
+        return spy
+
+    if FAMILIES[family].hub_name is None:
+        function = layer.replaceable["chunk_gated_delta_rule"]
+        function.forward = spied(function.forward)
+    else:
+        net = part("gated_delta_net")
+        monkeypatch.setattr(net, "chunk_gated_delta_rule", spied(net.chunk_gated_delta_rule))
     ids = token_ids(1, 20)
     assert torch.isfinite(logits(model, ids).float()).all()
-    assert set(seen) == {torch.float32}
+    whole = FAMILIES[family].hub_name is not None
+    assert seen[0] == ((torch.bfloat16, True) if whole else (torch.float32, False))
     assert {name: parameter.dtype for name, parameter in model.named_parameters()} == dtypes

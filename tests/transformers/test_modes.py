@@ -14,10 +14,11 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import flashqla_hub
 from flashqla_hub import serving
-from flashqla_hub.models import LAYER_NAMES, functions_of, gated_delta_nets
+from flashqla_hub.models import PART_NAMES, WHOLE_LAYERS, functions_of, gated_delta_nets
 from tests.transformers.families import tiny_model, token_ids
 
 OTHER_LAYER = "RMSNormZeroCentered"
+FIRST_LAYER = "model.layers.0.linear_attn"
 
 
 class Doubled(nn.Module):
@@ -152,9 +153,9 @@ def test_plain_kernel_config_would_lose_the_kernel_in_training(model, kernel_fol
     repository = LocalLayerRepository(kernel_folder, layer_name=name)
     config.kernel_mapping = {name: {"cpu": {Mode.INFERENCE: repository}}}
     model.set_use_kernels(True)
-    served = [flashqla_hub.report(model).parts[0].by]
+    served = [flashqla_hub.report(model).served_by(FIRST_LAYER)[name]]
     model.train()
-    served.append(flashqla_hub.report(model).parts[0].by)
+    served.append(flashqla_hub.report(model).served_by(FIRST_LAYER)[name])
     assert served == ["qwen/flashqla", "transformers"]
 
 
@@ -166,7 +167,7 @@ def test_every_mode_of_kernels_is_served(model, kernel_folder, mode):
 
 def test_layers_declare_what_they_can(kernel):
     """I2, I5: `has_backward` and `can_torch_compile`, by which `kernels` decides, stand on each layer's own class."""
-    for name in LAYER_NAMES:
+    for name in (*WHOLE_LAYERS.values(), *PART_NAMES):
         declared = vars(getattr(kernel.layers, name))
         assert declared["has_backward"] is True and declared["can_torch_compile"] is True
 
@@ -194,7 +195,7 @@ def test_functions_are_shared_by_all_models_of_a_family(model, kernel_folder):
     """The docstring warns of it: the functions belong to the module, the norm to the layer."""
     other = tiny_model("qwen3_5")
     flashqla_hub.kernelize(model, source=kernel_folder)
-    served = flashqla_hub.report(other).served_by("model.layers.0.linear_attn")
+    served = flashqla_hub.report(other).served_by(FIRST_LAYER)
     assert served["chunk_gated_delta_rule"] == "qwen/flashqla" and served["RMSNormGated"] == "transformers"
     assert not flashqla_hub.is_active(other)
 
@@ -268,7 +269,8 @@ def test_adapters_on_every_projection_count(model, kernel_folder):
 def test_report_is_a_table_with_reasons(model, kernel_folder):
     assert "call flashqla_hub.kernelize(model)" in str(flashqla_hub.report(model))
     text = str(flashqla_hub.report(flashqla_hub.kernelize(model, source=kernel_folder)))
-    assert text.splitlines()[0] == "Qwen3_5ForCausalLM on cpu: 3 gated delta rule layers"
+    title = "Qwen3_5ForCausalLM on cpu: 3 gated delta rule layers, 3 served whole, 0 by functions, 0 not"
+    assert text.splitlines()[0] == title
     assert text.count("model.layers.") == 3 and "torch-universal" in text.splitlines()[-1]
 
 
@@ -291,7 +293,7 @@ def test_report_names_the_kernel_of_somebody_else(model):
     mapping = {"fused_recurrent_gated_delta_rule": {"cpu": SomebodysRepository(fused_recurrent_gated_delta_rule)}}
     with use_kernel_mapping(mapping, inherit_mapping=False):
         kernelize(model, mode=Mode.INFERENCE, device="cpu")
-    served = flashqla_hub.report(model).served_by("model.layers.0.linear_attn")
+    served = flashqla_hub.report(model).served_by(FIRST_LAYER)
     assert served["fused_recurrent_gated_delta_rule"] == __name__
     assert not flashqla_hub.is_active(model)
 

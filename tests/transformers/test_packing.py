@@ -244,14 +244,15 @@ def test_jump_of_positions_is_warned_of_and_does_not_restart(plain):
         assert pass_boundaries(backbones(plain)[0], (token_ids(1, 6),), {"position_ids": positions}) is None
 
 
-def test_row_that_continues_a_cache_is_not_searched(plain, kernelize, ids):
-    """The positions of a continued sequence begin anywhere; a filled cache says that it is one."""
+@pytest.mark.parametrize("keyword", ["past_key_values", "cache"])
+def test_row_that_continues_a_cache_is_not_searched(plain, kernelize, ids, keyword):
+    """The positions of a continued sequence begin anywhere; a filled cache, by either name, says that it is one."""
     kernelize(plain)
     cache = DynamicCache(config=plain.config)
     with torch.no_grad():
         plain(ids, past_key_values=cache)
     positions = torch.tensor([[150, 0, 1]])
-    call = {"position_ids": positions, "past_key_values": cache}
+    call = {"position_ids": positions, keyword: cache}
     assert pass_boundaries(backbones(plain)[0], (ids[:, :3],), call) is None
 
 
@@ -266,4 +267,5 @@ def test_hook_is_installed_once_and_copied_with_the_model(plain, kernelize, ids,
 
 def test_backbones_take_the_arguments_in_the_order_that_the_hook_reads(plain):
     for backbone in backbones(plain):
-        assert tuple(inspect.signature(type(backbone).forward).parameters)[1 : 1 + len(POSITIONAL)] == POSITIONAL
+        names = list(inspect.signature(type(backbone).forward).parameters)[1 : 1 + len(POSITIONAL)]
+        assert ["past_key_values" if name == "cache" else name for name in names] == list(POSITIONAL)

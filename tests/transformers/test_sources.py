@@ -22,7 +22,7 @@ from kernels import (
 
 import flashqla_hub
 from flashqla_hub import installation, mapping, registry
-from flashqla_hub.models import LAYER_NAMES, gated_delta_nets
+from flashqla_hub.models import HUB_NAMES, PART_NAMES, gated_delta_nets
 from flashqla_hub.package.errors import PackageError
 from tests.transformers.families import tiny_model, token_ids
 
@@ -156,6 +156,19 @@ def test_folder_that_does_not_exist_is_an_error(model, tmp_path):
         flashqla_hub.kernelize(model, source=tmp_path / "nowhere")
 
 
+def test_kernel_older_than_the_package_is_named(model, repository):
+    """L1: a copy made before the kernel had whole layers."""
+    variant = next((repository / "build").iterdir())
+    metadata = json.loads((variant / "metadata.json").read_text())
+    for name in ("metadata.json", "_ops.py"):
+        text = (variant / name).read_text()
+        (variant / name).write_text(text.replace(metadata["id"], "_flashqla_of_old"))
+    layers = variant / "layers.py"
+    layers.write_text(layers.read_text().replace("class Qwen3_5GatedDeltaNet", "class SomethingElse"))
+    with pytest.raises(PackageError, match="has no layer Qwen3_5GatedDeltaNet, so it is older than this flashqla_hub"):
+        flashqla_hub.kernelize(model, source=repository)
+
+
 def test_failure_that_the_user_can_repair_is_an_error(model, monkeypatch):
     """L3: an untrusted publisher raises with the way out, and the flag is never set for the user."""
     given = []
@@ -202,7 +215,7 @@ class TestCuda:
         with use_kernel_mapping({}, inherit_mapping=False):
             flashqla_hub.register(kernel_folder)
             on_cuda = {name: set(devices) > {"cpu"} for name, devices in registry._mapping().items()}
-            assert on_cuda == {name: name in mapping.SM90_KERNELS for name in LAYER_NAMES}
+            assert on_cuda == {name: name in mapping.sm90_names() for name in HUB_NAMES}
 
     @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 1)])
     def test_only_capability_9_0_gets_the_kernel(self, kernel_folder, sm90_name, monkeypatch, capability):
@@ -272,6 +285,15 @@ class TestCuda:
         served = flashqla_hub.report(model).served_by("model.layers.0.linear_attn")
         ours = {name for name, by in served.items() if by == "qwen/flashqla"}
         assert sm90_name in ours and ours == set(mapping.SM90_KERNELS) & set(served)
+
+    @pytest.mark.parametrize("missing", [None, *PART_NAMES])
+    def test_sm90_gets_the_whole_layer_once_every_part_has_a_kernel(self, model, kernel_folder, monkeypatch, missing):
+        """A layer that ran one part in PyTorch would be slower than the model's own, with the kernels of others in it."""
+        monkeypatch.setattr(mapping, "SM90_KERNELS", tuple(name for name in PART_NAMES if name != missing))
+        set_capability(monkeypatch, (9, 0))
+        flashqla_hub.kernelize(model, source=kernel_folder, device="cuda")
+        found = flashqla_hub.report(model)
+        assert [found.served_whole(layer) for layer in found.layers] == [missing is None] * 3
 
     def test_rocm_is_not_taken_for_cuda(self, model, kernel_folder, monkeypatch):
         monkeypatch.setattr(torch.version, "hip", "6.4")
