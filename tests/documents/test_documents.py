@@ -1,7 +1,6 @@
 """What the documents say is true: paths exist, commands exist, versions agree, examples run."""
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -13,6 +12,8 @@ import pytest
 import typer
 
 from flashqla_hub.__main__ import COMMANDS, build_app
+from flashqla_hub.bench.record import read
+from flashqla_hub.bench.report import by_row, markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -58,7 +59,7 @@ def test_named_commands_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert set(re.findall(r"(?:`|^)make ([a-z][\w-]*)", text, flags=re.MULTILINE)) <= targets
-    assert set(re.findall(r"python -m flashqla_hub ([a-z]+)", text)) <= set(COMMANDS)
+    assert set(re.findall(r"python -m flashqla_hub ([a-z-]+)", text)) <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
@@ -78,7 +79,7 @@ def options_of(command: str) -> set[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_options_of_named_commands_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")
-    for command, rest in re.findall(r"python -m flashqla_hub ([a-z]+)([^\n`#]*)", text):
+    for command, rest in re.findall(r"python -m flashqla_hub ([a-z-]+)([^\n`#]*)", text):
         assert set(re.findall(r"--[a-z][a-z-]+", rest)) <= options_of(command), (command, rest)
 
 
@@ -209,14 +210,30 @@ def test_files_speak_of_the_project_alone():
     assert not found
 
 
-def test_readme_times_are_those_of_a_record():
-    """Every number of the speed table, for both implementations, stands in one run under benchmarks/results/h200/."""
-    table = re.findall(r"^\| \((\d+), (\d+)\) (\S+) \| ([\d.]+) \| ([\d.]+) \|$", README, flags=re.MULTILINE)
-    quoted = {(int(hk), int(hv), seqs): (ours, fla) for hk, hv, seqs, ours, fla in table}
-    runs = []
+def speed_tables(text: str) -> list[list[str]]:
+    """The rows of each table whose rows start with head counts, `| (H, HV) sequences | ...`."""
+    tables = [re.findall(r"^\|.*\|$", part, flags=re.MULTILINE) for part in re.split(r"\n(?!\|)", text)]
+    return [rows for table in tables if (rows := [line for line in table if re.match(r"\| \(\d+, \d+\) ", line)])]
+
+
+def rows_of_runs() -> list[list[str]]:
+    """For each run on an H200 and each of its gates, the rows of its table: as `bench-report` prints it, and in brief."""
+    found = []
     for path in (ROOT / "benchmarks/results/h200").glob("*.jsonl"):
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        times = {(r["impl"], r["hk"], r["hv"], r["seqs"]): r["ms"] for r in records if r["op"] == "forward"}
-        rows = {key[1:] for key in times}
-        runs.append({row: tuple(f"{times[impl, *row]:.3f}" for impl in ("flashqla", "fla")) for row in rows})
-    assert quoted and quoted in runs
+        records = [record for record in read([path]) if record["op"] == "forward"]
+        for gates in {record["gates"] for record in records}:
+            chosen = [record for record in records if record["gates"] == gates]
+            found.append([line for line in markdown_table(chosen) if line.startswith("| (")])
+            brief = []
+            for (hk, hv, seqs, _), row in by_row(chosen).items():
+                times = [row[impl].get("ms") for impl in ("flashqla", "fla") if impl in row]
+                if None not in times:
+                    brief.append(f"| ({hk}, {hv}) {seqs} | " + " | ".join(f"{ms:.3f}" for ms in times) + " |")
+            found.append(brief)
+    return found
+
+
+def test_readme_times_are_those_of_a_record():
+    """Every speed table is that of one run under benchmarks/results/h200/, with all of its rows."""
+    tables, runs = speed_tables(README), rows_of_runs()
+    assert tables and all(sorted(table) in map(sorted, runs) for table in tables)
