@@ -5,14 +5,24 @@ import tilelang.language as T
 from ._recurrence_tiles import DECAYED_KEYS, SLOTS, STAGES, phase, phase_before
 from ._sm90 import (
     CHUNK,
+    END_FINAL,
+    END_STATE,
+    END_TRANSITION,
     HEAD_DIM,
     ITEM_CHUNKS,
     ITEM_FIRST_SLOT,
     ITEM_FIRST_TOKEN,
     ITEM_HEAD,
     ITEM_LAST_ROWS,
+    ITEM_LINKS,
+    ITEM_OWN,
+    ITEM_SILENT,
+    ITEM_START,
     L2NORM_EPS,
     RECURRENCE,
+    START_IDENTITY,
+    START_INITIAL,
+    START_STATE,
     VALUE_TILE,
     VANISHING,
     WARP,
@@ -30,18 +40,69 @@ MEETING = 3
 
 
 @T.macro
-def load_state(S, matrix, initial, has_initial, value_stride, key_stride):
+def load_state(S, start, matrix, row, initial, states, value_stride, key_stride):
+    """The state that the item starts from, transposed: zero, the initial one, the identity or that of segment `row`."""
     T.clear(S)
-    if has_initial != 0:
+    if start == START_INITIAL:
         for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
             S[a, c] = initial[matrix, a * value_stride + c * key_stride]
+    if start == START_STATE:
+        for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+            S[a, c] = states[row, a * HEAD_DIM + c]
+    if start == START_IDENTITY:
+        for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+            S[a, c] = T.Select(a == c, 1.0, 0.0)
 
 
 @T.macro
-def store_state(S, matrix, final, write_final, value_stride, key_stride):
-    if write_final != 0:
+def store_state(dtype, S, end, matrix, row, final, states, transitions, value_stride, key_stride):
+    """The last state: of the sequence, of its segment, or of the segment's transition, in two parts of 16 bits."""
+    if end == END_FINAL:
         for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
             final[matrix, a * value_stride + c * key_stride] = S[a, c]
+    if end == END_STATE:
+        for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+            states[row, a * HEAD_DIM + c] = S[a, c]
+    if end == END_TRANSITION:
+        for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+            transitions[row, a, c] = T.cast(S[a, c], dtype)
+        for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+            transitions[row, HEAD_DIM + a, c] = T.cast(S[a, c] - T.cast(T.cast(S[a, c], dtype), "float32"), dtype)
+
+
+@T.macro
+def split_half(dtype, S, column, high, low):
+    """64 columns of S as a sum of two 16-bit parts."""
+    for a, c in T.Parallel(HEAD_DIM, CHUNK):
+        high[a, c] = T.cast(S[a, column + c], dtype)
+    for a, c in T.Parallel(HEAD_DIM, CHUNK):
+        low[a, c] = T.cast(S[a, column + c] - T.cast(T.cast(S[a, column + c], dtype), "float32"), dtype)
+
+
+@T.macro
+def multiply_half(S, high, low, k, part):
+    """S += (high + low) (K_high + K_low) without the product of the low parts."""
+    T.wgmma_gemm(high, k[part, :, :], S, policy=BY_ROWS)
+    T.wgmma_gemm(high, k[2 + part, :, :], S, policy=BY_ROWS)
+    T.wgmma_gemm(low, k[part, :, :], S, policy=BY_ROWS)
+
+
+@T.macro
+def follow_links(thread, dtype, t, b, r, links, row, value_heads, states):
+    """S <- transition_j S + state_j over the segments before the own one, both factors in two parts: exact to 2^-16.
+
+    The transition's parts lie in the places of the keys: rows 0 and 64 of the high part, then of the low part.
+    """
+    for i in T.serial(links):
+        split_half(dtype, r.S, 0, r.high[0], r.low[0])
+        split_half(dtype, r.S, CHUNK, r.high[1], r.low[1])
+        for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+            r.S[a, c] = states[row + (i + 1) * value_heads, a * HEAD_DIM + c]
+        wait(b.link_ready, 0, i % 2)
+        multiply_half(r.S, r.high[0], r.low[0], t.k, 0)
+        multiply_half(r.S, r.high[1], r.low[1], t.k, 1)
+        T.wait_wgmma(0)
+        arrive(b.link_free, 0, thread)
 
 
 @T.macro
@@ -62,47 +123,69 @@ def scale_outputs(t, r, slot):
 
 
 @T.macro
-def keep_state(thread, t, b, r, chunks):
+def write_state(half, thread, t, b, r, i):
+    """W, Z and N of a chunk; leaves the state product in flight, in this warpgroup's turn."""
+    stage, slot = i % STAGES, i % SLOTS
+    T.copy(r.S, r.S_in)
+    wait(b.scores_ready, slot, phase(i, SLOTS))
+    take_turn(half)
+    T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    give_turn(half)
+    if slot == 0:
+        T.copy(t.v[0], r.v)
+    else:
+        T.copy(t.v[1], r.v)
+    T.wait_wgmma(0)
+    for a, c in T.Parallel(HEAD_DIM, CHUNK):
+        r.Z[a, c] = r.v[c, a] - r.W[a, c] * t.row_scale[slot, READ, c]
+    arrive(b.values_free, slot, thread)
+    T.wgmma_gemm(r.Z, t.operand[slot, :, :], r.W, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+        r.S[a, c] *= t.chunk_decay[slot]
+    T.wait_wgmma(0)
+    T.copy(r.W, r.N)
+    take_turn(half)
+    T.wgmma_gemm(r.N, t.k[t.write_stage[slot], :, :], r.S, policy=BY_ROWS)
+
+
+@T.macro
+def read_state(half, t, r, i):
+    """O of a chunk, from the state before it and N; the state product is complete afterwards."""
+    stage, slot = i % STAGES, i % SLOTS
+    T.wgmma_gemm(r.S_in, t.q[stage, :, :], r.O, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    if t.write_stage[slot] != DECAYED_KEYS:  # factored: the scores carry the inverse of the outputs' scale
+        T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
+        give_turn(half)
+        T.wait_wgmma(0)
+        scale_outputs(t, r, slot)
+    else:
+        give_turn(half)
+        T.wait_wgmma(0)
+        scale_outputs(t, r, slot)
+        T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
+        T.wait_wgmma(0)
+
+
+@T.macro
+def keep_state(thread, t, b, r, chunks, silent):
     """State and outputs of 64 value rows, the state in registers from the first chunk to the last."""
     half = thread // WARPGROUP
     if half == 1:
         give_turn(half)
-    for i in T.serial(chunks):
-        stage, slot = i % STAGES, i % SLOTS
-        T.copy(r.S, r.S_in)
-        wait(b.scores_ready, slot, phase(i, SLOTS))
-        take_turn(half)
-        T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    for i in T.serial(silent):
+        write_state(half, thread, t, b, r, i)
         give_turn(half)
-        if slot == 0:
-            T.copy(t.v[0], r.v)
-        else:
-            T.copy(t.v[1], r.v)
         T.wait_wgmma(0)
-        for a, c in T.Parallel(HEAD_DIM, CHUNK):
-            r.Z[a, c] = r.v[c, a] - r.W[a, c] * t.row_scale[slot, READ, c]
-        arrive(b.values_free, slot, thread)
-        T.wgmma_gemm(r.Z, t.operand[slot, :, :], r.W, transpose_B=True, clear_accum=True, policy=BY_ROWS)
-        for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
-            r.S[a, c] *= t.chunk_decay[slot]
-        T.wait_wgmma(0)
-        T.copy(r.W, r.N)
-        take_turn(half)
-        T.wgmma_gemm(r.N, t.k[t.write_stage[slot], :, :], r.S, policy=BY_ROWS)
-        T.wgmma_gemm(r.S_in, t.q[stage, :, :], r.O, transpose_B=True, clear_accum=True, policy=BY_ROWS)
-        if t.write_stage[slot] != DECAYED_KEYS:  # factored: the scores carry the inverse of the outputs' scale
-            T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
-            give_turn(half)
-            T.wait_wgmma(0)
-            scale_outputs(t, r, slot)
-        else:
-            give_turn(half)
-            T.wait_wgmma(0)
-            scale_outputs(t, r, slot)
-            T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
-            T.wait_wgmma(0)
+        arrive(b.scores_free, i % SLOTS, thread)
+        arrive(b.tokens_free, i % STAGES, thread)
+        arrive(b.output_ready, half * SLOTS + i % SLOTS, thread)
+    for more in T.serial(chunks - silent):
+        i = silent + more
+        slot = i % SLOTS
+        write_state(half, thread, t, b, r, i)
+        read_state(half, t, r, i)
         arrive(b.scores_free, slot, thread)
-        arrive(b.tokens_free, stage, thread)
+        arrive(b.tokens_free, i % STAGES, thread)
         for a, c in T.Parallel(HEAD_DIM, CHUNK):
             r.o[c, a] = r.O[a, c]
         if slot == 0:
@@ -180,31 +263,33 @@ def clear_tail(dtype, t, stage, slot, rows):
 
 
 @T.macro
-def form_scores(thread, dtype, t, b, r, item, scale, use_l2norm):
-    """Q K^T with its mask and gates, and the scales of the chunk; then says that all of the chunk is there."""
+def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_outputs):
+    """The scales of a chunk and, if it has outputs, Q K^T with its mask and gates; then says that all of it is there."""
     lane, warp = thread % WARP, (thread - STATE_THREADS) // WARP
     row, part = (thread - STATE_THREADS) // 2, thread % 2
     q_scale = T.alloc_local((1,), "float32")
     decay, last, since = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
-    for i in T.serial(item[ITEM_CHUNKS]):
-        stage, slot = i % STAGES, i % SLOTS
-        wait(b.tokens_ready, stage, phase(i, STAGES))
+    stage, slot = i % STAGES, i % SLOTS
+    wait(b.tokens_ready, stage, phase(i, STAGES))
+    q_scale[0] = 0.0
+    if has_outputs:
         T.wgmma_gemm(t.q[stage, :, :], t.k[stage, :, :], r.score, transpose_B=True, clear_accum=True)
         query_scale(dtype, t, stage, row, part, scale, use_l2norm, q_scale)
-        decay = t.decay[stage, row]
-        last = t.decay[stage, CHUNK - 1]
-        factored = is_factored(dtype, last, t.decay[stage, lane], t.decay[stage, lane + WARP])
-        since = T.exp2(decay)
-        wait(b.scores_free, slot, phase_before(i, SLOTS))
-        t.row_scale[slot, part, row] = since * T.Select(part == READ, t.key_norm[stage, row], q_scale[0])
+    decay = t.decay[stage, row]
+    last = t.decay[stage, CHUNK - 1]
+    factored = is_factored(dtype, last, t.decay[stage, lane], t.decay[stage, lane + WARP])
+    since = T.exp2(decay)
+    wait(b.scores_free, slot, phase_before(i, SLOTS))
+    t.row_scale[slot, part, row] = since * T.Select(part == READ, t.key_norm[stage, row], q_scale[0])
+    if part == 0:
+        t.score_scale[row] = q_scale[0]
+        t.key_scale[row] = T.exp2(T.floor(last - decay))
+    if row == CHUNK - 1:
         if part == 0:
-            t.score_scale[row] = q_scale[0]
-            t.key_scale[row] = T.exp2(T.floor(last - decay))
-        if row == CHUNK - 1:
-            if part == 0:
-                t.chunk_decay[slot] = since
-                t.write_stage[slot] = T.Select(factored != 0, stage, DECAYED_KEYS)
-        T.sync_warp()
+            t.chunk_decay[slot] = since
+            t.write_stage[slot] = T.Select(factored != 0, stage, DECAYED_KEYS)
+    T.sync_warp()
+    if has_outputs:
         T.wait_wgmma(0)
         if factored != 0:
             growth = T.exp2(-last)
@@ -213,28 +298,53 @@ def form_scores(thread, dtype, t, b, r, item, scale, use_l2norm):
         else:
             gate_scores(t, r, stage, warp, lane, last)
         T.copy(r.out, t.scores[slot, :, :])
-        wait(b.values_ready, slot, phase(i, SLOTS))
+    wait(b.values_ready, slot, phase(i, SLOTS))
+    if has_outputs:
         if i == item[ITEM_CHUNKS] - 1:
             if item[ITEM_LAST_ROWS] < CHUNK:
                 clear_tail(dtype, t, stage, slot, item[ITEM_LAST_ROWS])
-        if factored == 0:
-            if i > 0:  # one place for decayed keys: the chunk before must be through with it
-                wait(b.scores_free, 1 - slot, phase(i - 1, SLOTS))
-            decay_keys(dtype, t, stage, warp, lane)
-        T.fence_proxy_async()
-        arrive(b.tokens_free, stage, thread)
-        wait(b.output_free, slot, phase_before(i, SLOTS))
-        arrive(b.scores_ready, slot, thread)
+    if factored == 0:
+        if i > 0:  # one place for decayed keys: the chunk before must be through with it
+            wait(b.scores_free, 1 - slot, phase(i - 1, SLOTS))
+        decay_keys(dtype, t, stage, warp, lane)
+    T.fence_proxy_async()
+    arrive(b.tokens_free, stage, thread)
+    wait(b.output_free, slot, phase_before(i, SLOTS))
+    arrive(b.scores_ready, slot, thread)
 
 
 @T.macro
-def load_tokens(thread, t, b, item, key_head, q, k, decay, key_norm):
+def form_scores(thread, dtype, t, b, r, item, scale, use_l2norm):
+    """Replayed chunks have no outputs and are whole; the others have both a mask and perhaps an end."""
+    if item[ITEM_START] == START_IDENTITY:  # a transition has no values, and the loader brings none
+        for a, c in T.Parallel(CHUNK, HEAD_DIM):
+            t.v[0][a, c] = T.cast(0, dtype)
+            t.v[1][a, c] = T.cast(0, dtype)
+        T.fence_proxy_async()
+    for i in T.serial(item[ITEM_SILENT]):
+        prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, False)
+    for more in T.serial(item[ITEM_CHUNKS] - item[ITEM_SILENT]):
+        prepare_chunk(thread, dtype, t, b, r, item, item[ITEM_SILENT] + more, scale, use_l2norm, True)
+
+
+@T.macro
+def load_tokens(thread, t, b, item, key_head, value_heads, q, k, decay, key_norm, transitions):
+    """First the transitions of the links, into the places of the keys; then the chunks."""
+    for i in T.serial(item[ITEM_LINKS]):
+        row = item[ITEM_OWN] - (item[ITEM_LINKS] - i) * value_heads
+        wait(b.link_free, 0, (i + 1) % 2)
+        for part in T.unroll(2 * HEAD_DIM // CHUNK):
+            T.tma_copy(transitions[row, part * CHUNK : (part + 1) * CHUNK, :], t.k[part, :, :], barrier=b.link_ready[0])
+        arrive(b.link_ready, 0, thread)
+    if item[ITEM_LINKS] > 0:
+        wait(b.link_free, 0, (item[ITEM_LINKS] + 1) % 2)
     for i in T.serial(item[ITEM_CHUNKS]):
         stage = i % STAGES
         token, chunk = item[ITEM_FIRST_TOKEN] + i * CHUNK, item[ITEM_FIRST_SLOT] + i
         wait(b.tokens_free, stage, phase_before(i, STAGES))
         T.tma_copy(k[token : token + CHUNK, key_head, :], t.k[stage, :, :], barrier=b.tokens_ready[stage])
-        T.tma_copy(q[token : token + CHUNK, key_head, :], t.q[stage, :, :], barrier=b.tokens_ready[stage])
+        if i >= item[ITEM_SILENT]:
+            T.tma_copy(q[token : token + CHUNK, key_head, :], t.q[stage, :, :], barrier=b.tokens_ready[stage])
         T.tma_copy(decay[chunk, item[ITEM_HEAD], :], t.decay[stage, :], barrier=b.tokens_ready[stage])
         T.tma_copy(key_norm[chunk, key_head, :], t.key_norm[stage, :], barrier=b.tokens_ready[stage])
         arrive(b.tokens_ready, stage, thread)
@@ -246,10 +356,11 @@ def load_values(thread, t, b, item, v, operand):
         slot = i % SLOTS
         token, chunk, head = item[ITEM_FIRST_TOKEN] + i * CHUNK, item[ITEM_FIRST_SLOT] + i, item[ITEM_HEAD]
         wait(b.values_free, slot, phase_before(i, SLOTS))
-        if slot == 0:
-            T.tma_copy(v[token : token + CHUNK, head, :], t.v[0], barrier=b.values_ready[0])
-        else:
-            T.tma_copy(v[token : token + CHUNK, head, :], t.v[1], barrier=b.values_ready[1])
+        if item[ITEM_START] != START_IDENTITY:
+            if slot == 0:
+                T.tma_copy(v[token : token + CHUNK, head, :], t.v[0], barrier=b.values_ready[0])
+            else:
+                T.tma_copy(v[token : token + CHUNK, head, :], t.v[1], barrier=b.values_ready[1])
         wait(b.scores_free, slot, phase_before(i, SLOTS))
         T.tma_copy(operand[chunk, head, :, :], t.operand[slot, :, :], barrier=b.values_ready[slot])
         arrive(b.values_ready, slot, thread)
@@ -274,8 +385,9 @@ def store_outputs(half, thread, t, b, item, o):
         rows = T.if_then_else(i == item[ITEM_CHUNKS] - 1, item[ITEM_LAST_ROWS], CHUNK)
         token = item[ITEM_FIRST_TOKEN] + i * CHUNK
         wait(b.output_ready, half * SLOTS + slot, phase(i, SLOTS))
-        if slot == 0:
-            store_tile(thread % WARP, t.o[0], o, token, item[ITEM_HEAD], half * VALUE_TILE, rows)
-        else:
-            store_tile(thread % WARP, t.o[1], o, token, item[ITEM_HEAD], half * VALUE_TILE, rows)
+        if i >= item[ITEM_SILENT]:
+            if slot == 0:
+                store_tile(thread % WARP, t.o[0], o, token, item[ITEM_HEAD], half * VALUE_TILE, rows)
+            else:
+                store_tile(thread % WARP, t.o[1], o, token, item[ITEM_HEAD], half * VALUE_TILE, rows)
         arrive(b.output_free, slot, thread)

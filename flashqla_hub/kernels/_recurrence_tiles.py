@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from ._sm90 import CHUNK, HEAD_DIM, RECURRENCE
+from ._sm90 import CHUNK, HEAD_DIM, ITEM_WORDS, RECURRENCE
 from ._tile import Group
 from .protocol import Barriers as BarrierSlots
 from .protocol import Protocol, arrive, done, read, wait, write
@@ -34,6 +34,7 @@ class Tiles(Group):
         self.score_scale = T.alloc_shared((CHUNK,), "float32")
         self.key_scale = T.alloc_shared((CHUNK,), "float32")
         self.column_decay = T.alloc_shared((RECURRENCE.scores.warps, CHUNK), "float32")
+        self.item = T.alloc_shared((ITEM_WORDS,), "int32")
 
 
 class Barriers(Group):
@@ -58,6 +59,8 @@ class StateRegisters(Group):
         self.O = T.alloc_fragment((HEAD_DIM, CHUNK), "float32")
         self.v = T.alloc_fragment((CHUNK, HEAD_DIM), dtype)
         self.o = T.alloc_fragment((CHUNK, HEAD_DIM), dtype)
+        self.high = [T.alloc_fragment((HEAD_DIM, CHUNK), dtype) for _ in range(2)]
+        self.low = [T.alloc_fragment((HEAD_DIM, CHUNK), dtype) for _ in range(2)]
 
 
 class ScoreRegisters(Group):
@@ -83,11 +86,21 @@ def phase_before(trip, slots):
     return (trip // slots + 1) % 2
 
 
+def _links(trips):
+    """Links that the simulation follows before so many chunks; a block may have any number."""
+    return trips // 2
+
+
 def _state(half):
     """Events of one state warpgroup; half of the arrivals of a barrier that both complete."""
     name, arrivals = HALVES[half], RECURRENCE.state.warps // 2
 
     def role(trips):
+        for i in range(_links(trips)):
+            yield wait("link_ready", 0, i % 2)
+            yield read("link", 0, i)
+            yield done("link", 0, i)
+            yield arrive("link_free", 0, arrivals)
         for i in range(trips):
             stage, slot = i % STAGES, i % SLOTS
             yield wait("scores_ready", slot, phase(i, SLOTS))
@@ -123,6 +136,13 @@ def _scores(trips):
 
 
 def _load_tokens(trips):
+    links = _links(trips)
+    for i in range(links):
+        yield wait("link_free", 0, (i + 1) % 2)
+        yield write("link", 0, i)
+        yield arrive("link_ready", 0, 1)
+    if links:  # the transitions lie where the keys go
+        yield wait("link_free", 0, (links + 1) % 2)
     for i in range(trips):
         stage = i % STAGES
         yield wait("tokens_free", stage, phase_before(i, STAGES))
@@ -157,6 +177,7 @@ def _store(half):
 RECURRENCE_PROTOCOL = Protocol(
     barriers={name: BarrierSlots(RECURRENCE.barrier_slots[name], count) for name, count in RECURRENCE.arrivals.items()},
     tiles={
+        "link": TileSlots(1, HALVES),  # a transition, in the places of the keys
         "q": TileSlots(STAGES, ("low", "high", "scores")),
         "k": TileSlots(STAGES, ("low", "high", "scores")),
         "v_low": TileSlots(SLOTS, ("low",)),

@@ -23,12 +23,24 @@ SHARED_MEMORY_OVERHEAD = 2 * 1024  # per block: the driver's part, and the barri
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 
-ITEM_WORDS = 8  # int32 words of a work item; the last two are unused
+ITEM_WORDS = 11  # int32 words that say what a block of the recurrence does
 ITEM_SEQUENCE, ITEM_HEAD, ITEM_FIRST_TOKEN, ITEM_FIRST_SLOT, ITEM_CHUNKS, ITEM_LAST_ROWS = range(6)
+ITEM_SILENT, ITEM_START, ITEM_LINKS, ITEM_END, ITEM_OWN = range(6, ITEM_WORDS)  # chunks without outputs, START_*, ...
 CHUNK_WORDS = 4  # int32 words of a chunk record; the last is unused
 CHUNK_FIRST_TOKEN, CHUNK_ROWS, CHUNK_SEQUENCE = range(3)
+START_ZERO, START_INITIAL, START_IDENTITY, START_STATE = range(4)  # START_STATE: of an earlier segment, then links
+END_NOTHING, END_FINAL, END_STATE, END_TRANSITION = range(4)  # where the last state goes
 
 L2NORM_EPS = 1e-6  # inside the root
+
+CERTIFIED = -24.0
+"""log2 of a decay that forgets what was before it: half a unit in the last place of float32."""
+
+UNCERTAIN = 1e30
+"""Bound of a chunk whose writes may make the state grow; no sum with it is a decay."""
+
+WRITE_SLACK = 2.0**-7
+"""beta |k|^2 up to 2 + this counts as 2: keys normalised in bfloat16 miss norm 1 by as much."""
 
 VANISHING = -1000.0
 """log2 of a decay that is zero in float32."""
@@ -86,13 +98,16 @@ class RecurrenceLayout:
             "scores_free": state,
             "output_ready": half,  # each half of the value rows is stored by a warp of its own
             "output_free": 2,
+            "link_ready": 1,
+            "link_free": state,
         }
 
     @property
     def barrier_slots(self) -> dict[str, int]:
         """Barriers of each name: one a stage or slot, and for finished outputs one a half and slot."""
         names = dict.fromkeys(self.arrivals, self.slots)
-        return names | {"tokens_ready": self.stages, "tokens_free": self.stages, "output_ready": 2 * self.slots}
+        once = {"link_ready": 1, "link_free": 1}
+        return names | once | {"tokens_ready": self.stages, "tokens_free": self.stages, "output_ready": 2 * self.slots}
 
     def shared_memory(self, dtype: str) -> int:
         """Bytes of all tiles, before alignment."""
@@ -101,7 +116,7 @@ class RecurrenceLayout:
         staged = self.stages * (2 * wide + 2 * row)  # q, k, decay, key_norm
         decayed_keys = wide
         slotted = self.slots * (2 * wide + 2 * square + 2 * row + BYTES["float32"] + BYTES["int32"])
-        scratch = (2 + self.scores.warps) * row
+        scratch = (2 + self.scores.warps) * row + ITEM_WORDS * BYTES["int32"]
         return staged + decayed_keys + slotted + scratch
 
 
@@ -125,7 +140,7 @@ class FactorLayout:
         square = CHUNK * (CHUNK + self.row_padding) * BYTES["float16"]
         blocks = CHUNK * (SOLVE_BLOCK + self.block_padding) * BYTES["float32"]
         gates = 2 * self.sides * (CHUNK * (4 * BYTES["float32"] + BYTES["float16"]) + BYTES["int32"])
-        return keys + (1 + self.sides) * square + blocks + CHUNK * BYTES["float32"] + gates
+        return keys + (1 + self.sides) * square + blocks + 2 * CHUNK * BYTES["float32"] + gates
 
 
 RECURRENCE = RecurrenceLayout()

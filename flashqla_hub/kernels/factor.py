@@ -9,8 +9,14 @@ free of it. What is written is scaled once more so that its product serves the s
 
 Only decays from an earlier to a later token are formed. A row behind the sequence's end is a zero row of L with beta 0.
 
-Reads        k [T, H, 128] · g beta [T, HV] f32 · chunks [slots, 4]
+The bound of a chunk is log2 of a norm that the product of its transitions does not exceed (`_segments.py`): G_end, plus
+room for keys a little longer than 1, or UNCERTAIN where beta |k|^2 may exceed 2.
+
+Reads        k [T, H, 128] · g beta [T, HV] f32 · cu_seqlens as 32-bit words
 Writes       operand [slots, HV, C, C] · decay [slots, HV, C] f32, G in log2 · key_norm [slots, H, C] f32, 1 / |k| or 1
+             bound [slots, HV] f32 · zeros to rows of o below cu_seqlens[0] and from cu_seqlens[N] on
+
+Blocks       slots * H: a chunk slot and key head each, if the slot has a chunk; then ZERO_BLOCKS: rows of o in turn
 
 Threads                           per block                per pair of value heads
 warp 0 (part 0 of side 0)         loads the keys           half of the solve and of the operand of head 2 i
@@ -24,23 +30,26 @@ key_ready     warp 0        all              1
 
 import tilelang.language as T
 
+from ._segments import find_sequence, offset
 from ._sm90 import (
     CHUNK,
-    CHUNK_FIRST_TOKEN,
-    CHUNK_ROWS,
-    CHUNK_WORDS,
     FACTOR,
     HEAD_DIM,
     L2NORM_EPS,
     SOLVE_BLOCK,
     STRONGEST_GATE,
+    UNCERTAIN,
     VANISHING,
     WARP,
+    WRITE_SLACK,
 )
 from ._solve import invert_block, join_blocks, join_row, skew
 from ._tile import Group, arrive, fraction, is_factored, linear, wait
 
 LOG2_E = 1.4426950408889634
+GROWTH = CHUNK * WRITE_SLACK * LOG2_E  # of a chunk whose writes use the slack
+ZERO_BLOCKS = 128  # about one an SM
+WORDS_PER_HEAD = HEAD_DIM // 2  # two 16-bit values a word
 SIDES = FACTOR.sides
 SIDE = FACTOR.warps_per_side * WARP  # threads
 EIGHT = 8  # 16-bit values of a 16-byte access
@@ -59,6 +68,7 @@ class Tiles(Group):
         self.kk_columns = T.alloc_shared((CHUNK, SOLVE_BLOCK + FACTOR.block_padding), "float32")
         self.solve = [T.alloc_shared((CHUNK, padded), "float16") for _ in range(SIDES)]
         self.norm = T.alloc_shared((CHUNK,), "float32")
+        self.squares = T.alloc_shared((CHUNK,), "float32")  # of the (normalised) keys
         self.beta = T.alloc_shared(gates, "float32")
         self.strength = T.alloc_shared(gates, "float16")  # beta as a factor of mma operands
         self.decay = T.alloc_shared(gates, "float32")
@@ -127,6 +137,31 @@ def multiply_keys(t, KK, use_l2norm, thread):
     for a, c in T.Parallel(CHUNK, CHUNK):
         if a // SOLVE_BLOCK == c // SOLVE_BLOCK:
             t.kk_columns[c, a % SOLVE_BLOCK + skew(c // SOLVE_BLOCK)] = KK[a, c]
+            if a == c:
+                t.squares[a] = KK[a, c]
+
+
+@T.macro
+def write_bound(t, buffer, side, bound, slot, head, lane):
+    """bound of the chunk for one value head; |k|^2 is on the diagonal of K K^T."""
+    strength = T.alloc_local((2,), "float32")
+    for e in T.unroll(2):
+        row = e * WARP + lane
+        strength[e] = t.beta[buffer, side, row] * t.squares[row]
+    contracts = T.all_sync(T.And(strength[0] <= 2.0, strength[1] <= 2.0))
+    nearly = T.all_sync(T.And(strength[0] <= 2.0 + WRITE_SLACK, strength[1] <= 2.0 + WRITE_SLACK))
+    if lane == 0:
+        room = T.Select(contracts != 0, 0.0, T.Select(nearly != 0, GROWTH, UNCERTAIN))
+        bound[slot, head] = t.decay[buffer, side, CHUNK - 1] + room
+
+
+@T.macro
+def zero_rows(o_words, first, end, row_words, part, thread):
+    """Rows first + part, first + part + ZERO_BLOCKS, ... below `end`."""
+    for turn in T.serial(T.truncdiv(end - first - part + ZERO_BLOCKS - 1, ZERO_BLOCKS)):
+        for step in T.serial(T.truncdiv(row_words + FACTOR.threads - 1, FACTOR.threads)):
+            if step * FACTOR.threads + thread < row_words:
+                o_words[first + part + turn * ZERO_BLOCKS, step * FACTOR.threads + thread] = 0
 
 
 @T.macro
@@ -169,7 +204,7 @@ def write_operand(dtype, t, buffer, side, tile, operand, slot, head, part, lane)
 
 
 @T.macro
-def solve_head(dtype, t, buffer, side, tile, operand, slot, head, part, lane):
+def solve_head(dtype, t, buffer, side, tile, operand, bound, slot, head, part, lane):
     """The solve of one value head by the two warps of a side, and the operand from it."""
     invert_block(t.kk_columns, t.beta, buffer, side, tile, 2 * part + lane // SOLVE_BLOCK, lane % SOLVE_BLOCK)
     T.sync_threads(1 + side, SIDE)
@@ -178,10 +213,12 @@ def solve_head(dtype, t, buffer, side, tile, operand, slot, head, part, lane):
     join_row(t.kk, tile, t.strength, buffer, side, part, lane)
     T.sync_threads(1 + side, SIDE)
     write_operand(dtype, t, buffer, side, tile, operand, slot, head, part, lane)
+    if part == 0:
+        write_bound(t, buffer, side, bound, slot, head, lane)
 
 
 @T.macro
-def solve_heads(dtype, t, side, tile, g, beta, operand, decay, slot, head, group, first, rows, part, lane):
+def solve_heads(dtype, t, side, tile, g, beta, operand, decay, bound, slot, head, group, first, rows, part, lane):
     """Value heads head + side, head + side + SIDES, ... of the key head; gates are loaded a round ahead."""
     gate, strength = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
     for turn in T.serial(T.truncdiv(group + SIDES - 1 - side, SIDES)):
@@ -191,7 +228,7 @@ def solve_heads(dtype, t, side, tile, g, beta, operand, decay, slot, head, group
         if part == 1:
             if has_next:
                 load_gates(gate, strength, g, beta, head + current + SIDES, first, rows, lane)
-        solve_head(dtype, t, buffer, side, tile, operand, slot, head + current, part, lane)
+        solve_head(dtype, t, buffer, side, tile, operand, bound, slot, head + current, part, lane)
         if part == 1:
             if has_next:
                 sum_gates(dtype, t, 1 - buffer, side, gate, strength, decay, slot, head + current + SIDES, rows, lane)
@@ -201,7 +238,7 @@ def solve_heads(dtype, t, side, tile, g, beta, operand, decay, slot, head, group
 def build_factor(dtype):
     """The prim_func for q, k, v of `dtype`; arguments in README.md."""
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
-    chunk_slots = T.dynamic("chunk_slots")
+    chunk_slots, words, row_words = T.dynamic("chunk_slots"), T.dynamic("words"), T.dynamic("row_words")
     k_t, k_h = T.dynamic("k_t", "int64"), T.dynamic("k_h", "int64")
 
     @T.prim_func
@@ -209,13 +246,18 @@ def build_factor(dtype):
         k: T.StridedTensor((tokens, key_heads, HEAD_DIM), (k_t, k_h, 1), dtype),
         g: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
-        chunks: T.Tensor((chunk_slots, CHUNK_WORDS), "int32"),
+        cu_words: T.Tensor((words,), "int32"),
         operand: T.Tensor((chunk_slots, value_heads, CHUNK, CHUNK), dtype),
         decay: T.Tensor((chunk_slots, value_heads, CHUNK), "float32"),
         key_norm: T.Tensor((chunk_slots, key_heads, CHUNK), "float32"),
+        bound: T.Tensor((chunk_slots, value_heads), "float32"),
+        o_words: T.Tensor((tokens, row_words), "int32"),
         use_l2norm: T.int32,
+        words_per_entry: T.int32,
+        dense_length: T.int32,
+        sequences: T.int32,
     ):
-        with T.Kernel(chunk_slots * key_heads, threads=FACTOR.threads) as block:
+        with T.Kernel(chunk_slots * key_heads + ZERO_BLOCKS, threads=FACTOR.threads) as block:
             T.annotate_min_blocks_per_sm(FACTOR.blocks_per_sm)
             t = Tiles(dtype)
             T.annotate_layout({tile: linear(tile) for tile in [t.kk, *t.solve]})
@@ -226,10 +268,24 @@ def build_factor(dtype):
             lane, part, side = thread % WARP, (thread // WARP) % 2, thread // SIDE
             slot, key_head, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             group, first, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            found, end, index = T.alloc_local((1,), "int32"), T.alloc_var("int32"), T.alloc_var("int32")
             slot, key_head = T.truncdiv(block, key_heads), T.truncmod(block, key_heads)
             group = T.truncdiv(value_heads, key_heads)
-            first, rows = chunks[slot, CHUNK_FIRST_TOKEN], chunks[slot, CHUNK_ROWS]
             head = key_head * group
+            if slot < chunk_slots:
+                find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, CHUNK, lane)
+                first = offset(cu_words, found[0], words_per_entry, dense_length, tokens)
+                end = offset(cu_words, found[0] + 1, words_per_entry, dense_length, tokens)
+                index = slot - T.truncdiv(first, CHUNK) - found[0]
+                first += index * CHUNK
+                rows = T.Select(index < 0, 0, T.min(CHUNK, end - first))
+            else:
+                rows = 0
+                end = offset(cu_words, 0, words_per_entry, dense_length, tokens)
+                zero_rows(o_words, 0, end, row_words, block - chunk_slots * key_heads, thread)
+                first = offset(cu_words, sequences, words_per_entry, dense_length, tokens)
+                end = tokens
+                zero_rows(o_words, first, end, row_words, block - chunk_slots * key_heads, thread)
             if rows > 0:
                 if thread < WARP:
                     T.tma_copy(k[first : first + CHUNK, key_head, :], t.k, barrier=key_ready[0])
@@ -258,11 +314,41 @@ def build_factor(dtype):
                     key_norm[slot, key_head, thread] = t.norm[thread]
                 if side == 0:
                     solve_heads(
-                        dtype, t, 0, t.solve[0], g, beta, operand, decay, slot, head, group, first, rows, part, lane
+                        dtype,
+                        t,
+                        0,
+                        t.solve[0],
+                        g,
+                        beta,
+                        operand,
+                        decay,
+                        bound,
+                        slot,
+                        head,
+                        group,
+                        first,
+                        rows,
+                        part,
+                        lane,
                     )
                 else:
                     solve_heads(
-                        dtype, t, 1, t.solve[1], g, beta, operand, decay, slot, head, group, first, rows, part, lane
+                        dtype,
+                        t,
+                        1,
+                        t.solve[1],
+                        g,
+                        beta,
+                        operand,
+                        decay,
+                        bound,
+                        slot,
+                        head,
+                        group,
+                        first,
+                        rows,
+                        part,
+                        lane,
                     )
 
     return factor

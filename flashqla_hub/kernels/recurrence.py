@@ -1,4 +1,4 @@
-"""Gated delta rule, forward: outputs and states of one value head of one sequence a block (SM90).
+"""Gated delta rule, forward: outputs and states of one value head of a part of a sequence a block (SM90).
 
 Per chunk of C tokens, with the state S [K, V], G the decay since the chunk's start and A of `factor.py`:
 
@@ -12,13 +12,18 @@ one scale, 2^G scale, makes the outputs. Other chunks, such as those with gates 
 the score warpgroup multiplies the keys by whole powers of two (the fractions are in the operand) and gates the scores pair
 by pair, so that only decays from an earlier to a later token are formed. L2 norms of q and k ride on the scales of rows.
 
-Reads        q k [T, H, 128] · v [T, HV, 128] · operand decay key_norm of `factor.py` · items [N HV, 8] · initial state f32
+A sequence may be cut into segments. What starts a segment's state, and the two passes that this takes, is told in
+`_segments.py`; here it means that some first chunks may have no outputs, that a state may start as the identity (without
+values: the columns of the segment's transition), and that links may come before the chunks: S <- transition S + state.
+
+Reads        q k [T, H, 128] · v [T, HV, 128] · operand decay key_norm bound of `factor.py` · cu_seqlens · initial state f32
 Writes       o [T, HV, 128], every row of the sequence · final state f32
+In between   states [V, K] f32, transitions in two 16-bit parts and is_base of segments: the first pass writes, the second reads
 
 Role          threads   registers   per chunk
 state         2 x 128   176         W, Z, N, O and S of 64 value rows
 scores        1 x 128   128         scores, scales, decayed keys; zeros behind the end; announces the chunk
-token loader  1 x 32    32          q, k, decay, key norms, three stages
+token loader  1 x 32    32          q, k, decay, key norms, three stages; before them the transitions of the links
 value loader  1 x 32    32          v, operand, two slots
 storers       2 x 32    32          64 columns of o each
 
@@ -31,6 +36,8 @@ scores_ready     scores            state                  4
 scores_free      state             scores, value loader   8
 output_ready     state (a half)    storer of that half    4
 output_free      storers           scores                 2
+link_ready       token loader      state                  1 and the bytes
+link_free        state             token loader           8
 named 1 and 2    the other half    a state warpgroup      256, in turn: K S, then the last products
 named 3          scores            scores                 128, in a chunk that ends early
 
@@ -41,6 +48,7 @@ import tilelang.language as T
 
 from ._recurrence_roles import (
     STATE_THREADS,
+    follow_links,
     form_scores,
     keep_state,
     load_state,
@@ -50,7 +58,23 @@ from ._recurrence_roles import (
     store_state,
 )
 from ._recurrence_tiles import RECURRENCE_PROTOCOL, Barriers, ScoreRegisters, StateRegisters, Tiles
-from ._sm90 import CHUNK, HEAD_DIM, ITEM_CHUNKS, ITEM_HEAD, ITEM_SEQUENCE, ITEM_WORDS, RECURRENCE, WARP, WARPGROUP
+from ._segments import describe_item
+from ._sm90 import (
+    CHUNK,
+    HEAD_DIM,
+    ITEM_CHUNKS,
+    ITEM_END,
+    ITEM_HEAD,
+    ITEM_LINKS,
+    ITEM_OWN,
+    ITEM_SEQUENCE,
+    ITEM_SILENT,
+    ITEM_START,
+    ITEM_WORDS,
+    RECURRENCE,
+    WARP,
+    WARPGROUP,
+)
 from ._tile import swizzled, transposed_fragment
 
 PROTOCOL = RECURRENCE_PROTOCOL
@@ -60,7 +84,8 @@ MOVERS = STATE_THREADS + WARPGROUP  # first thread of the loaders and storers
 def build_recurrence(dtype):
     """The prim_func for q, k, v of `dtype`; arguments in README.md."""
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
-    chunk_slots, item_count, matrices = T.dynamic("chunk_slots"), T.dynamic("item_count"), T.dynamic("matrices")
+    chunk_slots, words = T.dynamic("chunk_slots"), T.dynamic("words")
+    matrices, rows = T.dynamic("matrices"), T.dynamic("rows")
     q_t, q_h, k_t, k_h, v_t, v_h = (T.dynamic(name, "int64") for name in ("q_t", "q_h", "k_t", "k_h", "v_t", "v_h"))
 
     @T.prim_func
@@ -71,8 +96,12 @@ def build_recurrence(dtype):
         operand: T.Tensor((chunk_slots, value_heads, CHUNK, CHUNK), dtype),
         decay: T.Tensor((chunk_slots, value_heads, CHUNK), "float32"),
         key_norm: T.Tensor((chunk_slots, key_heads, CHUNK), "float32"),
-        items: T.Tensor((item_count, ITEM_WORDS), "int32"),
+        bound: T.Tensor((chunk_slots, value_heads), "float32"),
+        cu_words: T.Tensor((words,), "int32"),
         initial: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
+        states: T.Tensor((rows, HEAD_DIM * HEAD_DIM), "float32"),
+        transitions: T.Tensor((rows, 2 * HEAD_DIM, HEAD_DIM), dtype),
+        is_base: T.Tensor((rows,), "int32"),
         o: T.Tensor((tokens, value_heads, HEAD_DIM), dtype),
         final: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
         scale: T.float32,
@@ -80,8 +109,15 @@ def build_recurrence(dtype):
         has_initial: T.int32,
         write_final: T.int32,
         state_v_first: T.int32,
+        words_per_entry: T.int32,
+        dense_length: T.int32,
+        sequences: T.int32,
+        segment_slots: T.int32,
+        segment_chunks: T.int32,
+        replay: T.int32,
+        states_pass: T.int32,
     ):
-        with T.Kernel(item_count, threads=RECURRENCE.threads) as block:
+        with T.Kernel(segment_slots * value_heads * (1 + states_pass), threads=RECURRENCE.threads) as block:
             t, b = Tiles(dtype), Barriers()
             state, scores = StateRegisters(dtype), ScoreRegisters(dtype)
             T.annotate_layout(
@@ -90,29 +126,69 @@ def build_recurrence(dtype):
             )
             thread = T.get_thread_binding()
             item, key_head = T.alloc_local((ITEM_WORDS,), "int32"), T.alloc_var("int32")
+            T.pdl_sync()
+            if thread < WARP:
+                describe_item(
+                    item,
+                    T.truncdiv(block, value_heads * (1 + states_pass)),
+                    T.truncmod(block, value_heads),
+                    T.truncmod(T.truncdiv(block, value_heads), 1 + states_pass),
+                    has_initial,
+                    write_final,
+                    cu_words,
+                    words_per_entry,
+                    dense_length,
+                    sequences,
+                    tokens,
+                    value_heads,
+                    segment_chunks,
+                    replay,
+                    states_pass,
+                    bound,
+                    is_base,
+                    thread,
+                )
+                if thread == 0:
+                    for word in T.unroll(ITEM_WORDS):
+                        t.item[word] = item[word]
+            T.fence_proxy_async()
+            T.sync_threads()
             for word in T.unroll(ITEM_WORDS):
-                item[word] = items[block, word]
+                item[word] = t.item[word]
             key_head = T.truncdiv(item[ITEM_HEAD], T.truncdiv(value_heads, key_heads))
             if thread < STATE_THREADS:
                 T.set_max_nreg(RECURRENCE.state.registers, 1)
-                matrix = item[ITEM_SEQUENCE] * value_heads + item[ITEM_HEAD]
                 value_stride = T.Select(state_v_first != 0, HEAD_DIM, 1)
                 key_stride = T.Select(state_v_first != 0, 1, HEAD_DIM)
-                load_state(state.S, matrix, initial, has_initial, value_stride, key_stride)
-                keep_state(thread, t, b, state, item[ITEM_CHUNKS])
-                store_state(state.S, matrix, final, write_final, value_stride, key_stride)
+                matrix = t.item[ITEM_SEQUENCE] * value_heads + t.item[ITEM_HEAD]
+                base = t.item[ITEM_OWN] - (t.item[ITEM_LINKS] + 1) * value_heads
+                load_state(state.S, t.item[ITEM_START], matrix, base, initial, states, value_stride, key_stride)
+                follow_links(thread, dtype, t, b, state, t.item[ITEM_LINKS], base, value_heads, states)
+                keep_state(thread, t, b, state, item[ITEM_CHUNKS], item[ITEM_SILENT])
+                store_state(
+                    dtype,
+                    state.S,
+                    t.item[ITEM_END],
+                    matrix,
+                    t.item[ITEM_OWN],
+                    final,
+                    states,
+                    transitions,
+                    value_stride,
+                    key_stride,
+                )
             elif thread < MOVERS:
                 T.set_max_nreg(RECURRENCE.scores.registers, 0)
                 form_scores(thread, dtype, t, b, scores, item, scale, use_l2norm)
             else:
                 T.set_max_nreg(RECURRENCE.movers.registers, 0)
                 if thread < MOVERS + WARP:
-                    load_tokens(thread, t, b, item, key_head, q, k, decay, key_norm)
+                    load_tokens(thread, t, b, t.item, key_head, value_heads, q, k, decay, key_norm, transitions)
                 elif thread < MOVERS + 2 * WARP:
-                    load_values(thread, t, b, item, v, operand)
+                    load_values(thread, t, b, t.item, v, operand)
                 elif thread < MOVERS + 3 * WARP:
-                    store_outputs(0, thread, t, b, item, o)
+                    store_outputs(0, thread, t, b, t.item, o)
                 else:
-                    store_outputs(1, thread, t, b, item, o)
+                    store_outputs(1, thread, t, b, t.item, o)
 
     return recurrence

@@ -20,20 +20,6 @@ PASS_CONFIGS = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class PlanSpec:
-    """Chunk and work lists from sequence offsets; zeros behind the last sequence."""
-
-    name: str = "plan"
-    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"STG": 8})
-    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
-
-    def build(self) -> Any:
-        from .plan import build_plan
-
-        return build_plan()
-
-
-@dataclass(frozen=True)
 class FactorSpec:
     """Per chunk and key head: gate sums, key norms and the chunk's solve of every value head."""
 
@@ -54,13 +40,14 @@ class FactorSpec:
 
 @dataclass(frozen=True)
 class RecurrenceSpec:
-    """Outputs and states of one value head of one sequence per block."""
+    """Outputs and states of one value head of a part of one sequence per block."""
 
     dtype: str
     # One program for both state warpgroups: 8 + 4 + 4 + 8 wgmma (K S, A Z, state, Q S) and P N's 4 in either mode; 8 more
-    # are Q K^T. The tiles of V and O go through transposing matrix loads and stores, four a slot.
+    # are Q K^T. Replayed chunks have 8 + 4 + 4 of their own, and a link 6 of depth 64. The tiles of V and O go through
+    # transposing matrix loads and stores, four a slot.
     minimum_instructions: Mapping[str, int] = field(
-        default_factory=lambda: {"HGMMA": 40, "UTMALDG": 11, "UTMASTG": 4, "LDSM": 8, "STSM": 8, "USETMAXREG": 3}
+        default_factory=lambda: {"HGMMA": 80, "UTMALDG": 19, "UTMASTG": 4, "LDSM": 16, "STSM": 8, "USETMAXREG": 3}
     )
     pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
 
@@ -75,7 +62,6 @@ class RecurrenceSpec:
 
 
 SPECS = (
-    PlanSpec(),
     *(FactorSpec(dtype) for dtype in DTYPES),
     *(RecurrenceSpec(dtype) for dtype in DTYPES),
 )

@@ -134,12 +134,12 @@ def test_ops_are_what_they_are_registered_as(part, tokens, bounds, dtype, with_s
     state = problem.initial_state if with_state else None
     inputs = [getattr(problem, name) for name in TENSORS]
     options = (problem.cu_seqlens, 0.25, True, 64)
-    residuals = ops.gated_delta_rule_fwd(*inputs, state, *options, True)[2]
+    residuals = ops.gated_delta_rule_fwd(*inputs, state, *options, True, "auto")[2]
     leaves = [x.detach().requires_grad_() for x in inputs]
     for keep in (True, False):
         torch.library.opcheck(
             ops.gated_delta_rule_fwd.default,
-            (*(leaves if keep else inputs), state, *options, keep),
+            (*(leaves if keep else inputs), state, *options, keep, "auto"),
             test_utils=OPERATIONS,
         )
     torch.library.opcheck(

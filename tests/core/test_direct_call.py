@@ -25,7 +25,9 @@ def ways(part, monkeypatch) -> list[str]:
     """Serve every forward by a stand-in for the compiled op; the list says whether a call was "direct" or "wrapped"."""
     path, taken = part("gated_delta_rule.sm90_path"), []
 
-    def stand_in(q, k, v, g, beta, initial_state, cu_seqlens, scale, l2norm, state_v_first, output_final_state):
+    def stand_in(
+        q, k, v, g, beta, initial_state, cu_seqlens, scale, l2norm, state_v_first, output_final_state, segment_chunks
+    ):
         taken.append("direct")
         if state_v_first and initial_state is not None:
             initial_state = initial_state.mT
@@ -66,6 +68,23 @@ def test_inference_is_direct_and_right(kernel, ways):
     o, state = call(kernel, p)
     assert ways == ["direct"]
     assert relative_error(o, truth(p).o) <= 2e-5 and relative_error(state, truth(p).final_state) <= 2e-5
+
+
+@pytest.mark.parametrize("plan", ["auto", "invariant", "off"])
+def test_the_plan_reaches_the_compiled_op_on_both_ways(kernel, part, ways, monkeypatch, plan):
+    path, taken = part("gated_delta_rule.sm90_path"), []
+    stand_in = path.ops.sm90_gated_delta_rule_fwd
+
+    def recording(*arguments):
+        taken.append(arguments[-1])
+        return stand_in(*arguments)
+
+    monkeypatch.setattr(path, "ops", SimpleNamespace(sm90_gated_delta_rule_fwd=recording))
+    p = problem()
+    call(kernel, p, plan=plan)
+    call(kernel, replace(p, q=p.q.clone().requires_grad_()), plan=plan)
+    assert ways == ["direct", "wrapped"]
+    assert taken == [{"auto": 0, "invariant": 64, "off": 2**25}[plan]] * 2
 
 
 def test_a_parameter_is_a_plain_tensor(kernel, ways):

@@ -372,6 +372,14 @@ def test_the_backward_by_hand_refuses_in_one_sentence(kernel, case):
     assert_refuses(kernel.chunk_gated_delta_rule_bwd, arguments, error, sentence)
 
 
+def test_an_unknown_plan_is_refused(kernel):
+    p = make_problem(1, 5, 1, 2)
+    tensors = (p.q, p.k, p.v, p.g, p.beta)
+    for call in (kernel.chunk_gated_delta_rule, kernel.chunk_gated_delta_rule_fwd):
+        with pytest.raises(ValueError, match="plan is 'fast'; it must be one of 'auto', 'invariant', 'off'"):
+            call(*tensors, plan="fast")
+
+
 def test_residuals_of_another_chunk_size_are_refused(kernel, part):
     """They would be states at other tokens: wrong gradients without a word."""
     tokens = 64 * part("gated_delta_rule.plan").slab_chunks(64)

@@ -75,7 +75,9 @@ def compiled(part, monkeypatch) -> list[dict]:
     """Serve every forward by a stand-in for the compiled op; the list holds the arguments of its calls."""
     calls = []
 
-    def stand_in(q, k, v, g, beta, initial_state, cu_seqlens, scale, l2norm, state_v_first, output_final_state):
+    def stand_in(
+        q, k, v, g, beta, initial_state, cu_seqlens, scale, l2norm, state_v_first, output_final_state, segment_chunks
+    ):
         calls.append({"q": q, "k": k, "v": v, "initial_state": initial_state, "cu_seqlens": cu_seqlens})
         assert (state_v_first, output_final_state) == (False, True)
         o, state = gated_delta_rule(

@@ -27,6 +27,7 @@ class Call:
     use_l2norm: bool = False
     state_v_first: bool = False
     output_final_state: bool = True
+    segment_chunks: int = 0
 
 
 def make_arguments(call: Call) -> list[Any]:
@@ -49,6 +50,7 @@ def make_arguments(call: Call) -> list[Any]:
         call.use_l2norm,
         call.state_v_first,
         call.output_final_state,
+        call.segment_chunks,
     ]
 
 
@@ -78,7 +80,7 @@ def tile_map(address, dims, strides, box, dtype=BFLOAT16, swizzle=SWIZZLE_128B):
 
 
 # Sizes that the compiler leaves out of a kernel's arguments when no address depends on them.
-DROPPABLE = {"chunk_slots", "item_count", "matrices", "row_words", "tokens", "words"}
+DROPPABLE = {"chunk_slots", "matrices", "row_words", "rows", "tokens", "words"}
 
 
 def assert_arguments(launch, expected):
@@ -87,10 +89,43 @@ def assert_arguments(launch, expected):
     assert expected.keys() - launch.arguments.keys() <= DROPPABLE
 
 
-def test_three_kernels_in_order(product_process):
+def test_kernels_in_order(product_process):
     found, _, _ = product_process.run(run, PACKED)
-    assert [launch.kernel for launch in found] == ["plan_kernel", "factor_bf16_kernel", "recurrence_bf16_kernel"]
-    assert [launch.grid for launch in found] == [(3 + 128, 1, 1), (SLOTS * H, 1, 1), (3 * HV, 1, 1)]
+    assert [launch.kernel for launch in found] == ["factor_bf16_kernel", "recurrence_bf16_kernel"]
+    assert [launch.grid for launch in found] == [(SLOTS * H + 128, 1, 1), (3 * HV, 1, 1)]
+    assert [launch.programmatic for launch in found] == [0, 1]
+
+
+def test_cut_sequences_take_a_pass_for_the_states_before_the_outputs(product_process):
+    found, _, _ = product_process.run(run, replace(PACKED, segment_chunks=2))
+    slots = 300 // 128 + 3
+    assert [launch.kernel for launch in found] == ["factor_bf16_kernel"] + 2 * ["recurrence_bf16_kernel"]
+    assert [launch.grid[0] for launch in found[1:]] == [2 * slots * HV, slots * HV]
+    assert [launch.arguments["states_pass"] for launch in found[1:]] == [1, 0]
+    for name in ("segment_slots", "segment_chunks", "replay"):
+        expected = {"segment_slots": slots, "segment_chunks": 2, "replay": 2}[name]
+        assert [launch.arguments[name] for launch in found[1:]] == [expected] * 2
+    for name in ("states", "transitions_desc", "is_base", "operand_desc", "bound", "cu_words", "initial", "final"):
+        assert found[1].arguments[name] == found[2].arguments[name]
+    transitions = found[2].arguments["transitions_desc"]
+    assert transitions == tile_map(transitions.address, (128, 256, slots * HV), (256, 65536), (64, 64, 1))
+    workspaces = [found[2].arguments[name] for name in ("states", "is_base", "bound")] + [transitions.address]
+    assert 0 not in workspaces and len(set(workspaces)) == 4
+
+
+def test_segments_longer_than_every_sequence_need_no_pass_for_states(product_process):
+    for call in (replace(PACKED, segment_chunks=5), Call(batch=2, tokens=300, segment_chunks=5)):
+        found, _, _ = product_process.run(run, call)
+        assert len(found) == 2
+        assert found[1].arguments["segment_chunks"] == 5
+
+
+def test_few_long_rows_are_cut_and_many_are_not(product_process):
+    """One long sequence of 4 heads leaves 128 of 132 SMs idle; 264 sequence-heads fill the card twice."""
+    few, _, _ = product_process.run(run, Call(tokens=64 * 256))
+    assert len(few) == 3 and few[2].grid[0] > 64
+    many, _, _ = product_process.run(run, Call(batch=66, tokens=64 * 4))
+    assert len(many) == 2
 
 
 def test_results_have_the_documented_shapes(product_process):
@@ -104,61 +139,56 @@ def test_results_have_the_documented_shapes(product_process):
     assert described[1] == ((0, HV, 128, 128), "torch.float32")
 
 
-def test_plan_reads_int64_offsets_as_words(product_process):
-    [plan, *_], addresses, _ = product_process.run(run, PACKED)
-    expected = {
-        "chunks": plan.arguments["chunks"],
-        "items": plan.arguments["items"],
-        "cu_words": addresses["offsets"],
-        "o_words": addresses["o"],
-        "chunk_slots": SLOTS,
-        "dense_length": -1,
-        "item_count": 3 * HV,
-        "row_words": HV * 64,
-        "sequences": 3,
-        "tokens": 300,
-        "words": 8,
-        "words_per_entry": 2,
-    }
-    assert_arguments(plan, expected)
-    assert 0 not in (expected["chunks"], expected["items"])
+def test_offsets_in_int64_are_read_as_words(product_process):
+    found, addresses, _ = product_process.run(run, PACKED)
+    for launch in found:
+        assert launch.arguments["cu_words"] == addresses["offsets"]
+        assert (launch.arguments["words_per_entry"], launch.arguments["dense_length"]) == (2, -1)
 
 
-def test_plan_reads_int32_offsets_as_they_are(product_process):
-    [plan, *_], _, _ = product_process.run(run, replace(PACKED, offset_dtype="int32"))
-    assert plan.arguments["words_per_entry"] == 1
+def test_offsets_in_int32_are_read_as_they_are(product_process):
+    found, _, _ = product_process.run(run, replace(PACKED, offset_dtype="int32"))
+    assert [launch.arguments["words_per_entry"] for launch in found] == [1, 1]
 
 
-def test_plan_of_a_dense_batch_needs_no_offsets(product_process):
-    [plan, *_], _, described = product_process.run(run, Call(batch=5, tokens=70))
-    assert (plan.arguments["dense_length"], plan.arguments["sequences"]) == (70, 5)
-    assert plan.arguments["cu_words"] == plan.arguments["items"], "any valid address"
-    assert plan.arguments["chunk_slots"] == 350 // 64 + 5
+def test_a_dense_batch_needs_no_offsets(product_process):
+    found, _, described = product_process.run(run, Call(batch=5, tokens=70))
+    for launch in found:
+        assert (launch.arguments["dense_length"], launch.arguments["sequences"]) == (70, 5)
+        assert launch.arguments["cu_words"] != 0, "any valid address"
+    assert found[0].grid[0] == (350 // 64 + 5) * H + 128
     assert described[0] == ((5, 70, HV, 128), "torch.bfloat16")
 
 
 def test_factor_gets_keys_and_gates(product_process):
-    [plan, factor, _], addresses, _ = product_process.run(run, PACKED)
+    [factor, _], addresses, _ = product_process.run(run, PACKED)
     expected = {
         "k_desc": tile_map(addresses["k"], (128, 300, H), (2 * H * 256, 256), (64, 64, 1)),
         "decay": factor.arguments["decay"],
         "key_norm": factor.arguments["key_norm"],
+        "bound": factor.arguments["bound"],
         "g": addresses["g"],
         "beta": addresses["beta"],
-        "chunks": plan.arguments["chunks"],
+        "cu_words": addresses["offsets"],
+        "o_words": addresses["o"],
         "operand": addresses["A"],
         "chunk_slots": SLOTS,
+        "dense_length": -1,
         "key_heads": H,
+        "row_words": HV * 64,
+        "sequences": 3,
         "value_heads": HV,
         "tokens": 300,
         "use_l2norm": 1,
+        "words": 8,
+        "words_per_entry": 2,
     }
     assert_arguments(factor, expected)
-    assert 0 not in (expected["decay"], expected["key_norm"])
+    assert 0 not in (expected["decay"], expected["key_norm"], expected["bound"])
 
 
 def test_recurrence_gets_everything(product_process):
-    [plan, factor, recurrence], addresses, _ = product_process.run(run, PACKED)
+    [factor, recurrence], addresses, _ = product_process.run(run, PACKED)
     decay, key_norm = factor.arguments["decay"], factor.arguments["key_norm"]
     row, projection_row = 256, 2 * H * 256  # bytes of a head and of a token in q and k's projection
     expected = {
@@ -169,19 +199,33 @@ def test_recurrence_gets_everything(product_process):
         "operand_desc": tile_map(addresses["A"], (64, 64, HV, SLOTS), (128, 8192, HV * 8192), (64, 64, 1, 1)),
         "decay_desc": tile_map(decay, (64, HV, SLOTS), (256, HV * 256), (64, 1, 1), FLOAT32, SWIZZLE_NONE),
         "key_norm_desc": tile_map(key_norm, (64, H, SLOTS), (256, H * 256), (64, 1, 1), FLOAT32, SWIZZLE_NONE),
+        "transitions_desc": recurrence.arguments["transitions_desc"],
+        "transitions": recurrence.arguments["transitions"],
+        "states": recurrence.arguments["states"],
+        "is_base": recurrence.arguments["is_base"],
+        "bound": factor.arguments["bound"],
+        "cu_words": addresses["offsets"],
         "initial": addresses["initial"],
-        "items": plan.arguments["items"],
         "o": addresses["o"],
         "final": addresses["final"],
         "has_initial": 1,
-        "item_count": 3 * HV,
+        "chunk_slots": SLOTS,
+        "dense_length": -1,
         "key_heads": H,
         "value_heads": HV,
         "scale": 0.25,
         "matrices": 3 * HV,
+        "replay": 0,
+        "rows": 1,
+        "segment_chunks": 5,
+        "segment_slots": 3,
+        "sequences": 3,
         "state_v_first": 1,
+        "states_pass": 0,
         "tokens": 300,
         "use_l2norm": 1,
+        "words": 8,
+        "words_per_entry": 2,
         "write_final": 1,
     }
     assert_arguments(recurrence, expected)
@@ -211,13 +255,13 @@ def test_flags_do_not_stand_for_each_other(product_process):
 
 def test_float16_has_kernels_of_its_own(product_process):
     found, _, described = product_process.run(run, replace(PACKED, dtype="float16"))
-    assert [launch.kernel for launch in found] == ["plan_kernel", "factor_fp16_kernel", "recurrence_fp16_kernel"]
-    assert found[2].arguments["v_desc"].dtype == FLOAT16
+    assert [launch.kernel for launch in found] == ["factor_fp16_kernel", "recurrence_fp16_kernel"]
+    assert found[1].arguments["v_desc"].dtype == FLOAT16
     assert described[0][1] == "torch.float16"
 
 
 def test_gates_of_another_dtype_are_copied(product_process):
-    [_, factor, _], addresses, _ = product_process.run(run, replace(PACKED, gate_dtype="bfloat16"))
+    [factor, _], addresses, _ = product_process.run(run, replace(PACKED, gate_dtype="bfloat16"))
     assert factor.arguments["g"] != addresses["g"]
     assert factor.arguments["beta"] == addresses["beta"]
 
@@ -243,7 +287,7 @@ def test_without_chunks_nothing_is_launched_and_states_stay(product_process, cal
 
 def test_many_heads_stay_on_the_first_grid_axis(product_process):
     found, _, _ = product_process.run(run, Call(tokens=1, offsets=(0,) * 20_000 + (1,)))
-    assert [launch.grid for launch in found] == [(20_128, 1, 1), (20_000 * H, 1, 1), (20_000 * HV, 1, 1)]
+    assert [launch.grid for launch in found] == [(20_000 * H + 128, 1, 1), (20_000 * HV, 1, 1)]
 
 
 def call_with(index, change):
@@ -329,16 +373,20 @@ def fail_every_allocation_once(call: Call):
 
 
 def test_lack_of_memory_at_any_point_is_named_and_leaves_nothing_behind(product_process):
-    messages, guards, live = product_process.run(fail_every_allocation_once, replace(PACKED, gate_dtype="bfloat16"))
+    call = replace(PACKED, gate_dtype="bfloat16", initial="bfloat16", segment_chunks=1)
+    messages, guards, live = product_process.run(fail_every_allocation_once, call)
     assert [message.split()[4] for message in messages] == [
         "o",
         "final_state",
         "A",
-        "chunks",
-        "items",
         "decay",
         "key_norm",
+        "bound",
         "g",
+        "initial_state",
+        "states",
+        "transitions",
+        "is_base",
     ]
     assert messages[1].startswith("PyTorch could not allocate final_state with 196608 elements of float32 on device 0")
     assert guards == 0

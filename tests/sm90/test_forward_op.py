@@ -3,7 +3,7 @@
 An error may be 1.2 times the yardstick's and never above 6e-3, relative L2 over all tokens and heads of a call.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -49,6 +49,7 @@ def mixed(strong, mild):
 GATES = {
     "none": constant(0.0),
     "mild": constant(-1e-3),
+    "slow": constant(-0.02),
     "one": constant(-1.0),
     "thirty": constant(-30.0),
     "thousand": constant(-1000.0),
@@ -80,6 +81,7 @@ class Case:
     scale: float = SCALE
     offsets: torch.dtype = torch.int32
     strided: bool = False
+    segment: int = 0  # chunks; 0 lets the library choose
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,9 @@ def run(forward, case, call):
     """o and the final states; freed memory is full of NaN first, so that what is left unwritten shows."""
     poison = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(64)]
     del poison
-    o, state, _ = forward(*call.inputs, call.initial, call.cu_seqlens, case.scale, case.l2norm, case.v_first, True)
+    o, state, _ = forward(
+        *call.inputs, call.initial, call.cu_seqlens, case.scale, case.l2norm, case.v_first, True, case.segment
+    )
     return o, state
 
 
@@ -200,6 +204,27 @@ CASES = [
 ]
 
 
+SPLIT_LENGTHS = (0, 65, 700, 1, 64, 1111, 128, 0)
+SPLIT_GATES = ("none", "mild", "one", "thirty", "infinite", "trained", "huge-among-mild", "infinite-among-mild")
+
+
+def split_cases():
+    """Sequences cut into segments that replay, that link to one segment and to many, and ends inside a segment."""
+    for gates in SPLIT_GATES:
+        for segment in (1, 3, 8):
+            yield Case(f"split-{segment}-{gates}", lengths=SPLIT_LENGTHS, heads=(2, 4), gates=gates, segment=segment)
+    yield Case("split-fp16", lengths=SPLIT_LENGTHS, dtype=torch.float16, gates="mild", segment=2)
+    yield Case("split-dense", tokens=900, batch=3, gates="mild", segment=4, v_first=True)
+    yield Case("split-from-zero", tokens=900, gates="none", segment=3, initial=None)
+    yield Case("split-l2norm", lengths=SPLIT_LENGTHS, l2norm=True, segment=2, offsets=torch.int64, unused=70)
+    yield Case("split-beta-below-2", tokens=900, gates="mild", beta=2.0, segment=2)
+    yield Case("split-clustered-keys", tokens=2000, gates="none", clusters=0.9, segment=4)
+    yield Case("split-slow-decay", tokens=3000, gates="slow", heads=(1, 4), segment=5)
+
+
+CASES += split_cases()
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_forward_matches_the_recurrence(forward, case):
     call = make_call(case)
@@ -225,9 +250,80 @@ def test_a_neighbour_full_of_nan_changes_no_bit(forward):
         assert torch.equal(o[:, start:end], other_o[:, start:end]) and torch.equal(state[n], other_state[n])
 
 
+@pytest.mark.parametrize("gates", ["none", "trained"])
+def test_a_neighbour_full_of_nan_changes_no_bit_of_split_sequences(forward, gates):
+    case = Case("neighbours", lengths=(700, 1000, 630, 1670), gates=gates, segment=3)
+    call, spoilt = make_call(case), make_call(case)
+    o, state = run(forward, case, call)
+    for n in (1, 3):
+        start, end = spoilt.spans[n]
+        for x in spoilt.inputs:
+            x[:, start:end] = torch.nan
+        spoilt.initial[n] = torch.nan
+    other_o, other_state = run(forward, case, spoilt)
+    for n in (0, 2):
+        start, end = call.spans[n]
+        assert torch.equal(o[:, start:end], other_o[:, start:end]) and torch.equal(state[n], other_state[n])
+
+
+def test_an_invariant_cut_gives_the_same_bits_in_any_batch_and_for_any_heads(forward):
+    case = Case("whole", heads=(4, 8), lengths=(900, 1300, 77), gates="trained", segment=4)
+    call = make_call(case)
+    o, state = run(forward, case, call)
+    start, end = call.spans[1]
+    q, k, v, g, beta = (x[:, start:end] for x in call.inputs)
+    part = Call((q[:, :, 2:], k[:, :, 2:], v[:, :, 4:], g[:, :, 4:], beta[:, :, 4:]), call.initial[1:2, 4:], None, [])
+    alone_o, alone_state = run(forward, Case("part", segment=4), part)
+    assert torch.equal(alone_o, o[:, start:end, 4:]) and torch.equal(alone_state, state[1:2, 4:])
+
+
+def test_a_captured_graph_serves_other_lengths_of_the_same_total(forward):
+    case = Case("graph", lengths=(900, 0, 1300, 77), gates="slow", segment=3)
+    call = make_call(case)
+    run(forward, case, call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, state = run(forward, case, call)
+    for lengths in ((1, 2200, 0, 76), (570, 569, 569, 569), case.lengths):
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(case.offsets).cuda()
+        call.cu_seqlens.copy_(bounds)
+        graph.replay()
+        expected_o, expected_state = run(forward, case, Call(call.inputs, call.initial, bounds, []))
+        assert torch.equal(o, expected_o) and torch.equal(state, expected_state)
+
+
+def chunk_truth(q, k, v, beta, scale):
+    """o and the last state in float64 without gates, by chunks, since the token recurrence is slow on 32768 tokens."""
+    group = v.shape[1] // q.shape[1]
+    q, k = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (q, k))
+    v, beta = v.double().transpose(0, 1), beta.double().T[..., None]
+    S, outputs, eye = torch.zeros(v.shape[0], DIM, DIM, dtype=v.dtype, device=v.device), [], torch.eye(64).to(v)
+    for q_c, k_c, v_c, b_c in zip(*(x.split(64, dim=1) for x in (q, k, v, beta)), strict=True):
+        N = torch.linalg.solve_triangular(eye + (b_c * (k_c @ k_c.mT)).tril(-1), b_c * (v_c - k_c @ S), upper=False)
+        outputs.append(scale * (q_c @ S + (q_c @ k_c.mT).tril() @ N))
+        S = S + k_c.mT @ N
+    return torch.cat(outputs, 1).transpose(0, 1), S
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.1])
+@pytest.mark.parametrize("clusters", [0.0, 0.9])
+def test_cutting_a_long_row_without_decay_costs_no_precision(forward, clusters, strength):
+    case = Case("long", tokens=32768, heads=(1, 2), gates="none", clusters=clusters, beta=strength, initial=None)
+    call = make_call(case)
+    truth = chunk_truth(*(x[0] for x in call.inputs[:3]), call.inputs[4][0], case.scale)
+    errors = {}
+    for segment in (1 << 25, 0, 16, 64):
+        o, state = run(forward, replace(case, segment=segment), call)
+        errors[segment] = relative([o[0]], [truth[0]]), relative([state[0]], [truth[1]])
+    print(case.id, clusters, strength, errors)
+    for error in errors.values():
+        assert all(a <= 1.1 * b for a, b in zip(error, errors[1 << 25], strict=True)), errors
+
+
 @pytest.mark.parametrize("gates", ["mild", "trained"])
-def test_forward_repeats_bit_for_bit(forward, gates):
-    case = Case("repeat", heads=(16, 64), lengths=(1000, 1, 999, 2048), gates=gates, l2norm=True)
+@pytest.mark.parametrize("segment", [0, 5])
+def test_forward_repeats_bit_for_bit(forward, gates, segment):
+    case = Case("repeat", heads=(16, 64), lengths=(1000, 1, 999, 2048), gates=gates, l2norm=True, segment=segment)
     call = make_call(case)
     o, state = run(forward, case, call)
     for _ in range(50):

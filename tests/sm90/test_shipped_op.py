@@ -47,7 +47,7 @@ def make_inputs(seed=0, device="cuda"):
 
 
 def call(forward, inputs, cu_seqlens):
-    return forward(*inputs, None, cu_seqlens, 0.0883883, False, False, True)
+    return forward(*inputs, None, cu_seqlens, 0.0883883, False, False, True, 0)
 
 
 def assert_equal(actual, expected):

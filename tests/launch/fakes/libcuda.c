@@ -6,7 +6,7 @@
 #include <string.h>
 
 enum { MAX_LAUNCHES = 256, MAX_MAPS = 512, MAX_KERNELS = 64, MAX_ARGUMENTS = 32, ARGUMENT_BYTES = 128, RANK = 5 };
-enum { ATTRIBUTE_CLUSTER = 4, ATTRIBUTE_PROGRAMMATIC = 6, CC_MAJOR = 75, CC_MINOR = 76 };
+enum { ATTRIBUTE_CLUSTER = 4, ATTRIBUTE_PROGRAMMATIC = 6, CC_MAJOR = 75, CC_MINOR = 76, SM_COUNT = 16 };
 static const uint64_t MAP_MAGIC = 0x7e4507a900000000u;
 
 typedef struct {
@@ -155,7 +155,10 @@ int cuDevicePrimaryCtxRetain(void** context, int device) { return *context = (vo
 int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, 0; }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   (void)device;
-  *value = attribute == CC_MAJOR ? compute_capability / 10 : attribute == CC_MINOR ? compute_capability % 10 : -1;
+  *value = attribute == CC_MAJOR   ? compute_capability / 10
+           : attribute == CC_MINOR ? compute_capability % 10
+           : attribute == SM_COUNT ? 132
+                                   : -1;
   return 0;
 }
 int cuGetErrorString(int result, const char** text) { return *text = result == 719 ? "launch failed" : "invalid", 0; }

@@ -55,6 +55,7 @@ def chunk_gated_delta_rule(
     A_log: Optional[Tensor] = None,
     dt_bias: Optional[Tensor] = None,
     chunk_size: int = 64,
+    plan: str = "auto",
     **unknown,
 ) -> Tuple[Tensor, Optional[Tensor]]:
     """Gated delta rule over whole sequences, by chunks, differentiable.
@@ -93,6 +94,10 @@ def chunk_gated_delta_rule(
         use_gate_in_kernel: g becomes -exp(A_log) * softplus(g + dt_bias), in float32.
         A_log, dt_bias: [HV], any floating dtype; gradients flow to both.
         chunk_size: tokens a chunk, 16, 32 or 64: a hint that changes the result by rounding only.
+        plan: how the SM90 kernels cut long sequences into segments that run side by side. "auto": by lengths and head
+            counts, for speed. "invariant": by the sequence's own length, so that a sequence gives the same bits in any
+            batch and with its heads spread over any number of GPUs. "off": not at all. It changes the result by rounding
+            only, and nothing on the PyTorch path.
 
     Returns:
         o: [B, T, HV, V], the dtype of v.
@@ -116,6 +121,7 @@ def chunk_gated_delta_rule(
         use_gate_in_kernel=use_gate_in_kernel,
     )
     validation.check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first)
+    validation.check_plan(plan)
     validation.check_gate_options(use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, v)
     if use_gate_in_kernel:
         g = gates.log_decay(g, A_log, dt_bias)
@@ -134,6 +140,7 @@ def chunk_gated_delta_rule(
         chunk_size,
         state_v_first,
         output_final_state,
+        plan,
     )
 
 
@@ -213,6 +220,7 @@ def chunk_gated_delta_rule_fwd(
     state_v_first: bool = False,
     cu_seqlens: Optional[Tensor] = None,
     chunk_size: int = 64,
+    plan: str = "auto",
 ) -> ForwardResult:
     """The forward alone, outside autograd, with what its backward needs.
 
@@ -226,11 +234,12 @@ def chunk_gated_delta_rule_fwd(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         state_v_first=state_v_first,
     )
+    validation.check_plan(plan)
     validation.check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first)
     initial_state = autograd.state_k_first(initial_state, state_v_first)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     o, final_state, residuals = autograd.forward_alone(
-        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, chunk_size
+        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, chunk_size, plan=plan
     )
     return ForwardResult(o, autograd.public_state(final_state, output_final_state, state_v_first), residuals)
 

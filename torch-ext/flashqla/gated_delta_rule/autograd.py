@@ -12,14 +12,26 @@ from . import ops
 
 
 def forward(
-    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, state_v_first, output_final_state
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state,
+    cu_seqlens,
+    scale,
+    use_qk_l2norm,
+    chunk_size,
+    state_v_first,
+    output_final_state,
+    plan,
 ):
     """o, differentiable, and the final state in the layout of the initial one, None unless asked for.
 
     Residuals are kept only if a gradient can be asked for.
     """
     direct = ops.forward_directly(
-        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state
+        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
     )
     if direct is not None:
         o, final_state = direct
@@ -27,7 +39,7 @@ def forward(
     inputs = (q, k, v, g, beta, state_k_first(initial_state, state_v_first))
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     o, final_state, _ = ops.ops.gated_delta_rule_fwd(
-        *inputs, cu_seqlens, scale, use_qk_l2norm, chunk_size, differentiable
+        *inputs, cu_seqlens, scale, use_qk_l2norm, chunk_size, differentiable, plan
     )
     return o, public_state(final_state, output_final_state, state_v_first)
 
@@ -45,9 +57,9 @@ def public_state(state: Tensor, wanted: bool, state_v_first: bool) -> Optional[T
 
 
 @torch.no_grad()
-def forward_alone(*arguments):
+def forward_alone(*arguments, plan):
     """o, final state and residuals, not recorded by autograd; arguments as in `forward`."""
-    return ops.ops.gated_delta_rule_fwd(*arguments, True)
+    return ops.ops.gated_delta_rule_fwd(*arguments, True, plan)
 
 
 @torch.no_grad()
@@ -57,7 +69,7 @@ def backward_alone(*arguments):
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, _ = inputs
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, *_ = inputs
     ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens, output[2])
     ctx.options = (scale, use_qk_l2norm, chunk_size)
     ctx.set_materialize_grads(False)
@@ -69,7 +81,7 @@ def _backward(ctx, do: Optional[Tensor], dht: Optional[Tensor], _):
         q, k, v, g, beta, initial_state, cu_seqlens, residuals, do, dht, *ctx.options
     )
     dh0 = None if initial_state is None else dh0.to(initial_state.dtype)
-    return (*grads, dh0, None, None, None, None, None)
+    return (*grads, dh0, *[None] * 6)
 
 
 ops.define(_setup_context, _backward)

@@ -29,12 +29,13 @@ def gated_delta_rule_fwd(
     use_qk_l2norm: bool,
     chunk_size: int,
     save_for_backward: bool,
+    plan: str,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """o [B, T, HV, V], final state [N, HV, K, V], and residuals for the backward (empty unless asked for)."""
     _check_bounds(cu_seqlens, q)
     unsupported = capability.explain_unsupported(q, k, v, g, beta)
     if unsupported is None:
-        return sm90_path.forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm)
+        return sm90_path.forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, plan)
     _notice_on_cuda("chunk_gated_delta_rule", unsupported, q)
     with torch.autocast(q.device.type, enabled=False):
         return torch_path.forward(
@@ -43,7 +44,7 @@ def gated_delta_rule_fwd(
 
 
 def forward_directly(
-    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
 ) -> Optional[Tuple[Tensor, Tensor]]:
     """o and the final state in the layout asked for, by the compiled op itself; None where the op above has to be called.
 
@@ -55,7 +56,7 @@ def forward_directly(
         return None
     _check_bounds(cu_seqlens, q)
     return sm90_path.call(
-        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state
+        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
     )
 
 
@@ -103,7 +104,9 @@ def _contiguous(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _forward_fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, save_for_backward):
+def _forward_fake(
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, save_for_backward, plan
+):
     dtype = torch_path.compute_dtype(q)
     keeps = save_for_backward and capability.explain_unsupported(q, k, v, g, beta) is not None
     residuals = torch_path.residual_shape(q, v, cu_seqlens, chunk_size) if keeps else [0]

@@ -5,6 +5,7 @@ from typing import Optional, Tuple
 from torch import Tensor
 
 from .._ops import ops
+from .plan import PLANS
 
 ROW_ALIGNMENT = 8  # elements of 16 bits in the 16 bytes that a tile load aligns to
 BASE_ALIGNMENT = 16  # bytes
@@ -20,9 +21,10 @@ def forward(
     cu_seqlens: Optional[Tensor],
     scale: float,
     use_qk_l2norm: bool,
+    plan: str,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """o [B, T, HV, 128], final state [N, HV, 128, 128] float32, and no residuals: the backward recomputes from the inputs."""
-    o, final_state = call(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, False, True)
+    o, final_state = call(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, False, True, plan)
     return o, final_state, final_state.new_empty(0)
 
 
@@ -38,6 +40,7 @@ def call(
     use_qk_l2norm: bool,
     state_v_first: bool,
     output_final_state: bool,
+    plan: str,
 ) -> Tuple[Tensor, Tensor]:
     """o [B, T, HV, 128] and the final state float32, in the layout of the initial one; no sequences if not asked for."""
     if initial_state is not None:
@@ -56,6 +59,7 @@ def call(
         use_qk_l2norm,
         state_v_first,
         output_final_state,
+        PLANS[plan],
     )
     return o, final_state
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import FLOATING, check_cu_seqlens, check_device, check_floating
-from .plan import CHUNK_SIZES
+from .plan import CHUNK_SIZES, PLANS
 
 
 def check_flags(**flags) -> None:
@@ -19,6 +19,12 @@ def check_flags(**flags) -> None:
             raise TypeError(
                 f"{name} is {_kind(value)}; it must be True or False: pass the arguments behind initial_state by name."
             )
+
+
+def check_plan(plan: str) -> None:
+    """Raise ValueError unless the plan is one of PLANS."""
+    if plan not in PLANS:
+        raise ValueError(f"plan is {plan!r}; it must be one of {', '.join(map(repr, PLANS))}.")
 
 
 def check_values(v: Tensor) -> None:

@@ -1,16 +1,16 @@
 // sm90_gated_delta_rule_fwd: the gated delta rule, forward, on the kernels of flashqla_hub/kernels (see its README for
-// their arguments). Chunks live in slots, first_slot(n) = cu_seqlens[n] / C + n, so that no kernel needs a host round
-// trip.
+// their arguments). Chunks and segments live in slots, first_slot(n) = cu_seqlens[n] / step + n, so that no kernel needs
+// a host round trip.
 #include "../generated/launchers.h"
 #include "../runtime/registration.h"
 #include "../runtime/tensor.h"
+#include "segment_plan.h"
 
 namespace flashqla {
 namespace {
 
 constexpr int64_t HEAD_DIM = 128;  // K = V
 constexpr int64_t CHUNK = 64;
-constexpr int64_t ITEM_WORDS = 8, CHUNK_WORDS = 4;  // int32 words of a row of `items` and of `chunks`
 constexpr int32_t NO_DENSE_LENGTH = -1;
 constexpr int64_t ROW_ALIGNMENT = 8;  // elements of 16 bits that make TMA's 16 bytes
 
@@ -21,12 +21,14 @@ struct Sizes {
   int64_t sequences;  // N
   int64_t slots;
   int32_t dense_length;  // tokens of each sequence, or NO_DENSE_LENGTH
+  SegmentPlan segments;
 };
 
 struct Arguments {
   ArgumentTensor q, k, v, g, beta, initial_state, cu_seqlens;
   double scale;
   bool use_l2norm, state_v_first, output_final_state;
+  int64_t segment_chunks;
 
   explicit Arguments(StableIValue* stack) {
     q.take(stack[0]);
@@ -40,6 +42,7 @@ struct Arguments {
     use_l2norm = as_bool(stack[8]);
     state_v_first = as_bool(stack[9]);
     output_final_state = as_bool(stack[10]);
+    segment_chunks = as_int(stack[11]);
     q.read("q");
     k.read("k");
     v.read("v");
@@ -105,11 +108,14 @@ void check_arguments(const Arguments& arguments) {
                  static_cast<long long>(v.size[2]), static_cast<long long>(q.size[2]));
   check_gate(arguments.g.view(), v);
   check_gate(arguments.beta.view(), v);
+  FLASHQLA_CHECK(arguments.segment_chunks >= 0,
+                 "segment_chunks is %lld and must be positive, or 0 for a length chosen here.",
+                 static_cast<long long>(arguments.segment_chunks));
 }
 
 Sizes read_sizes(const Arguments& arguments) {
   const TensorView &q = arguments.q.view(), &v = arguments.v.view();
-  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH};
+  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, {}};
   require_int32(sizes.tokens, "the SM90 forward", "the number of tokens");
   if (arguments.cu_seqlens.has_value()) {
     const TensorView& offsets = arguments.cu_seqlens.view();
@@ -128,7 +134,11 @@ Sizes read_sizes(const Arguments& arguments) {
   }
   sizes.slots = sizes.tokens / CHUNK + sizes.sequences;
   require_int32(sizes.slots * sizes.v_heads, "the SM90 forward", "the number of chunks times value heads");
-  require_int32(sizes.sequences * sizes.v_heads, "the SM90 forward", "the number of sequences times value heads");
+  const int64_t longest = sizes.dense_length == NO_DENSE_LENGTH ? sizes.tokens : sizes.dense_length;
+  sizes.segments = plan_segments(arguments.segment_chunks, sizes.tokens, longest, sizes.sequences, sizes.v_heads,
+                                 device_properties(q.device).multiprocessors);
+  require_int32(2 * sizes.segments.slots * sizes.v_heads, "the SM90 forward",
+                "the number of segments times value heads");
   if (arguments.initial_state.has_value()) {
     const TensorView& state = arguments.initial_state.view();
     check_device(state, q);
@@ -202,51 +212,78 @@ class Forward {
 
   void launch_kernels() {
     const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
-    NewTensor chunks, items, decay, key_norm, g_copy, beta_copy;
-    chunks.allocate("chunks", {sizes_.slots, CHUNK_WORDS}, int32, device);
-    items.allocate("items", {sizes_.sequences * sizes_.v_heads, ITEM_WORDS}, int32, device);
+    NewTensor decay, key_norm, bound, states, transitions, is_base, g_copy, beta_copy, initial_copy;
     decay.allocate("decay", {sizes_.slots, sizes_.v_heads, CHUNK}, float32, device);
     key_norm.allocate("key_norm", {sizes_.slots, sizes_.heads, CHUNK}, float32, device);
-    launch_plan_kernel(chunks.view(), items.view());
+    bound.allocate("bound", {sizes_.slots, sizes_.v_heads}, float32, device);
     launch_factor_kernel(as_gate(as_float32(arguments_.g, g_copy)), as_gate(as_float32(arguments_.beta, beta_copy)),
-                         chunks.view(), decay.view(), key_norm.view());
-    launch_recurrence_kernel(items.view(), decay.view(), key_norm.view());
-  }
-
-  void launch_plan_kernel(const TensorView& chunks, const TensorView& items) {
-    const int32_t int32 = aoti_torch_dtype_int32();
-    const bool is_packed = arguments_.cu_seqlens.has_value();
-    const TensorView& offsets = arguments_.cu_seqlens.view();
-    const int32_t words_per_entry = is_packed && offsets.dtype == aoti_torch_dtype_int64() ? 2 : 1;
-    const TensorView words =
-        is_packed
-            ? contiguous_view("cu_seqlens", offsets.data, int32, offsets.device, {offsets.size[0] * words_per_entry})
-            : contiguous_view("cu_seqlens", items.data, int32, items.device, {items.element_count()});
-    const TensorView o_words =
-        contiguous_view("o", o_.view().data, int32, scope_.index(), {sizes_.tokens, sizes_.v_heads * HEAD_DIM / 2});
-    launch_plan(scope_, words, chunks, items, o_words, words_per_entry, sizes_.dense_length,
-                static_cast<int32_t>(sizes_.sequences));
-  }
-
-  void launch_factor_kernel(const TensorView& g, const TensorView& beta, const TensorView& chunks,
-                            const TensorView& decay, const TensorView& key_norm) {
-    const auto launch = is_bfloat16() ? launch_factor_bf16 : launch_factor_fp16;
-    launch(scope_, as_tokens(arguments_.k.view(), sizes_.tokens), g, beta, chunks, operand_.view(), decay, key_norm,
-           arguments_.use_l2norm);
-  }
-
-  void launch_recurrence_kernel(const TensorView& items, const TensorView& decay, const TensorView& key_norm) {
+                         decay.view(), key_norm.view(), bound.view());
     const bool has_initial = arguments_.initial_state.has_value();
-    NewTensor initial_copy;
-    void* const unused = decay.data;  // any valid address: the kernel neither reads nor writes it
-    void* const initial_data = has_initial ? as_float32(arguments_.initial_state, initial_copy).data : unused;
-    void* const final_data = arguments_.output_final_state ? final_state_.view().data : unused;
+    void* const unused = decay.view().data;  // any valid address: the kernel neither reads nor writes it
+    Recurrence pass{decay.view(), key_norm.view(), bound.view(), {}, {}, {}, unused, unused};
+    if (has_initial) pass.initial = as_float32(arguments_.initial_state, initial_copy).data;
+    if (arguments_.output_final_state) pass.final_state = final_state_.view().data;
+    const int32_t dtype = o_.view().dtype;
+    if (sizes_.segments.has_cuts) {
+      const int64_t rows = sizes_.segments.slots * sizes_.v_heads;
+      states.allocate("states", {rows, HEAD_DIM * HEAD_DIM}, float32, device);
+      transitions.allocate("transitions", {rows, 2 * HEAD_DIM, HEAD_DIM}, dtype, device);
+      is_base.allocate("is_base", {rows}, int32, device);
+      pass.states = states.view();
+      pass.transitions = transitions.view();
+      pass.is_base = is_base.view();
+      launch_recurrence_kernel(pass, true);
+    } else {
+      pass.states = contiguous_view("states", unused, float32, device, {1, HEAD_DIM * HEAD_DIM});
+      pass.transitions = contiguous_view("transitions", unused, dtype, device, {1, 2 * HEAD_DIM, HEAD_DIM});
+      pass.is_base = contiguous_view("is_base", unused, int32, device, {1});
+    }
+    launch_recurrence_kernel(pass, false);
+  }
+
+  // What both passes of the recurrence kernel are given.
+  struct Recurrence {
+    TensorView decay, key_norm, bound, states, transitions, is_base;
+    void *initial, *final_state;
+  };
+
+  void launch_factor_kernel(const TensorView& g, const TensorView& beta, const TensorView& decay,
+                            const TensorView& key_norm, const TensorView& bound) {
+    const TensorView o_words =
+        contiguous_view("o", o_.view().data, aoti_torch_dtype_int32(), scope_.index(),
+                        {sizes_.tokens, sizes_.v_heads * HEAD_DIM / 2});
+    const auto launch = is_bfloat16() ? launch_factor_bf16 : launch_factor_fp16;
+    launch(scope_, as_tokens(arguments_.k.view(), sizes_.tokens), g, beta, offset_words(), operand_.view(), decay,
+           key_norm, bound, o_words, arguments_.use_l2norm, words_per_entry(), sizes_.dense_length,
+           static_cast<int32_t>(sizes_.sequences));
+  }
+
+  // The states of segments that others link to, or outputs and final states.
+  void launch_recurrence_kernel(const Recurrence& pass, bool states_pass) {
+    const SegmentPlan& segments = sizes_.segments;
     const auto launch = is_bfloat16() ? launch_recurrence_bf16 : launch_recurrence_fp16;
     launch(scope_, as_tokens(arguments_.q.view(), sizes_.tokens), as_tokens(arguments_.k.view(), sizes_.tokens),
-           as_tokens(arguments_.v.view(), sizes_.tokens), operand_.view(), decay, key_norm, items,
-           as_states("initial_state", initial_data), as_tokens(o_.view(), sizes_.tokens),
-           as_states("final_state", final_data), static_cast<float>(arguments_.scale), arguments_.use_l2norm,
-           has_initial, arguments_.output_final_state, arguments_.state_v_first);
+           as_tokens(arguments_.v.view(), sizes_.tokens), operand_.view(), pass.decay, pass.key_norm, pass.bound,
+           offset_words(), as_states("initial_state", pass.initial), pass.states, pass.transitions, pass.is_base,
+           as_tokens(o_.view(), sizes_.tokens), as_states("final_state", pass.final_state),
+           static_cast<float>(arguments_.scale), arguments_.use_l2norm, arguments_.initial_state.has_value(),
+           arguments_.output_final_state, arguments_.state_v_first, words_per_entry(), sizes_.dense_length,
+           static_cast<int32_t>(sizes_.sequences), static_cast<int32_t>(segments.slots),
+           static_cast<int32_t>(segments.chunks), static_cast<int32_t>(segments.replay), states_pass);
+  }
+
+  int32_t words_per_entry() const {
+    const ArgumentTensor& offsets = arguments_.cu_seqlens;
+    return offsets.has_value() && offsets.view().dtype == aoti_torch_dtype_int64() ? 2 : 1;
+  }
+
+  // cu_seqlens as 32-bit words; a dense batch needs no offsets, and any valid address will do.
+  TensorView offset_words() const {
+    const ArgumentTensor& offsets = arguments_.cu_seqlens;
+    void* const data = offsets.has_value() ? offsets.view().data : o_.view().data;
+    const int64_t entries = offsets.has_value() ? offsets.view().size[0] : 1;
+    return contiguous_view("cu_seqlens", data, aoti_torch_dtype_int32(), scope_.index(),
+                           {entries * words_per_entry()});
   }
 
   // N * HV matrices of K * V numbers in one row each, in either layout.
@@ -278,7 +315,8 @@ void run(StableIValue* stack, uint64_t, uint64_t) {
 
 const OpRegistration registration(
     "sm90_gated_delta_rule_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
-    "Tensor? cu_seqlens, float scale, bool use_qk_l2norm, bool state_v_first, bool output_final_state) "
+    "Tensor? cu_seqlens, float scale, bool use_qk_l2norm, bool state_v_first, bool output_final_state, "
+    "int segment_chunks) "
     "-> (Tensor o, Tensor final_state, Tensor A)",
     "sm90_gated_delta_rule_fwd", run);
 

@@ -33,6 +33,7 @@ const DeviceProperties& device_properties(int32_t index) {
     cuda::check(cuda::driver().device_get(&properties.handle, index), "cuDeviceGet");
     properties.compute_capability = 10 * attribute(properties.handle, cuda::DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) +
                                     attribute(properties.handle, cuda::DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+    properties.multiprocessors = attribute(properties.handle, cuda::DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     table[index] = properties;  // two threads may both write, and write the same
     known[index].set();
   }

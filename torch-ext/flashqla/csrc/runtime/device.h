@@ -11,6 +11,7 @@ constexpr int MAX_DEVICES = 64;
 struct DeviceProperties {
   cuda::Device handle;
   int compute_capability;  // 90 for sm_90
+  int multiprocessors;
 };
 
 // Properties of PyTorch's device `index`, read once.

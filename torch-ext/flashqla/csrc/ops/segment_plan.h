@@ -1,0 +1,20 @@
+// How sequences are cut into segments that run side by side: a function of lengths and head counts, never of values.
+#pragma once
+
+#include <stdint.h>
+
+namespace flashqla {
+
+struct SegmentPlan {
+  int64_t chunks;  // of a segment; the last of a sequence may be shorter
+  int64_t slots;   // places for segments: tokens / (64 chunks) + sequences
+  int64_t replay;  // longest warm-up of a segment, in chunks
+  bool has_cuts;   // whether any sequence may have more than one segment
+};
+
+// Args: chunks of a segment if the caller says, or 0 for the fastest; tokens of all sequences and of the longest one (or
+// a bound); sequences, value heads, SMs of the GPU.
+SegmentPlan plan_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences, int64_t heads,
+                          int64_t sms);
+
+}  // namespace flashqla
