@@ -47,7 +47,7 @@ ARROWS = {
         "gated_delta_rule.torch_path",
         "gated_delta_rule.validation",
     },
-    "gated_delta_rule.sm90_path": {GENERATED},
+    "gated_delta_rule.sm90_path": {GENERATED, "gated_delta_rule.plan"},
     "gated_delta_rule.torch_path": {"gated_delta_rule.chunks", "gated_delta_rule.plan"},
     "gated_delta_rule.chunks": {"gated_delta_rule.plan"},
     "gated_delta_rule.validation": {"checks", "gated_delta_rule.plan"},
