@@ -1,5 +1,6 @@
 """What must hold before a cubin or a library may be shipped; each violation is one sentence."""
 
+import re
 from collections.abc import Mapping
 
 from .cubin import Resources
@@ -15,6 +16,12 @@ MAX_GLIBC = (2, 28)  # manylinux_2_28
 ALLOWED_LIBRARIES = ("libtorch_cpu.so", "libc.so.6", "libdl.so.2", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1")
 LARGEST_PAGE = {"x86_64": 4096, "aarch64": 65536}  # bytes; Linux on Grace comes with pages of 64 KiB
 MAX_LIBRARY = 6_000_000  # bytes; every machine that loads the kernel downloads one
+OPENED_LIBRARIES = ("libcuda.so.1", "libtorch_cuda.so")  # by name, at the first call on a GPU
+REACHING_OUT = re.compile(
+    r"syscall|system|popen|v?fork|clone|execl?[vep]*|fexecve|execve(at)?|posix_spawnp?|ptrace"
+    r"|socket(pair)?|connect|bind|listen|accept4?|send(to|m?msg)?|recv(from|m?msg)?|getaddrinfo|gethostbyname\w*"
+    r"|f?open(64|at|at64)?|freopen(64)?|creat(64)?|fwrite|p?write(64|v)?|unlink(at)?|remove|rename(at2?)?|mkdir(at)?|mkstemps?"
+)
 CPP_RUNTIME_IMPORTS = ("_ZdlPv",)  # operator delete, out of the C++ run time that libtorch brings along
 
 
@@ -71,7 +78,27 @@ def library_failures(library: SharedLibrary, machine: str) -> list[str]:
         if name not in ALLOWED_LIBRARIES:
             failures.append(f"the {machine} library needs {name}; allowed are {', '.join(ALLOWED_LIBRARIES)}.")
     failures += [sentence for symbol in library.imports if (sentence := _import_failure(symbol, machine))]
-    return failures
+    return failures + reaching_out(library)
+
+
+def reaching_out(library: SharedLibrary) -> list[str]:
+    """Sentences on every import by which the library could open a connection or a file, or start a process.
+
+    Of system calls that stay unnamed, `syscall`, none is allowed either.
+    """
+    return [
+        f"the {library.machine} library imports {symbol.name}, which opens a connection or a file or starts a process; "
+        "the kernel does none of these, so remove it."
+        for symbol in library.imports
+        if REACHING_OUT.fullmatch(symbol.name)
+    ]
+
+
+def unknown_libraries(data: bytes) -> list[str]:
+    """Names of shared libraries in the bytes of a library that are neither needed nor opened by a known one."""
+    known = {*ALLOWED_LIBRARIES, *OPENED_LIBRARIES}
+    found = {name.decode() for name in re.findall(rb"[\w.+-]+\.so(?:\.\d+)*(?![\w.])", data)}
+    return sorted(name for name in found if name not in known and not re.fullmatch(r"_flashqla_[0-9a-f]{12}\.so", name))
 
 
 def size_failures(data: bytes, machine: str) -> list[str]:

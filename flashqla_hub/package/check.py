@@ -93,6 +93,7 @@ CHECKS: dict[str, Callable[[Subject], list[str]]] = {
     "imports": source_check(source_rules.import_problems),
     "Python 3.9": syntax_problems,
     "no network, process, eval, pickle": source_check(source_rules.forbidden_use_problems),
+    "libraries reach nothing": repository.library_problems,
     "op namespace": source_check(source_rules.registration_problems),
     "card": repository.card_problems,
     "build/ equals the sources": repository.freshness_problems,

@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import yaml
 from kernels.variants import NoarchVariant, parse_variant
 
+from ..compile.elf import read_shared_library
+from ..compile.gates import reaching_out, unknown_libraries
 from .assemble import CARD, METADATA, OPS, assemble, library_name, read_tree
 from .errors import PackageError
 from .kernel_data import Digest, DigestAlgorithm, DigestValidationError, Metadata
@@ -182,6 +185,26 @@ def _library_problems(name: str, files: Mapping[str, bytes]) -> list[str]:
     expected = [] if isinstance(parse_variant(name), NoarchVariant) else [f"{unique}.so"]
     found = sorted(path for path in files if path.endswith(".so"))
     return [] if found == expected else [f"build/{name} has the libraries {found}, not {expected}; {REBUILD}."]
+
+
+def library_problems(subject: Subject) -> list[str]:
+    """No library can open a connection or a file, start a process, or load a library other than CUDA's and torch's."""
+    problems = []
+    for name, files in subject.variants.items():
+        for path, data in files.items():
+            if path.endswith(".so"):
+                problems += [f"{name}/{path}: {breach}" for breach in _library_breaches(data)]
+    return problems
+
+
+def _library_breaches(data: bytes) -> list[str]:
+    try:
+        breaches = reaching_out(read_shared_library(data))
+    except (ValueError, IndexError, struct.error) as error:
+        return [f"{error or 'it cannot be read as an ELF file'}; {REBUILD}, or download it again."]
+    return breaches + [
+        f"it names the library {name}, which nobody knows; remove it." for name in unknown_libraries(data)
+    ]
 
 
 def _identity_breaches(python_name: str, unique: str, files: Mapping[str, bytes]) -> list[str]:

@@ -131,6 +131,10 @@ def test_a_good_library_passes():
         ({"imports": (Import("dlopen", "GLIBC_2.34", False),)}, "dlopen@GLIBC_2.34; manylinux_2_28 ends at 2.28"),
         ({"imports": (Import("_ZSt4cout", "GLIBCXX_3.4", False),)}, "imports _ZSt4cout"),
         ({"imports": (Import("torch_new_stable_ivalue", None, False),)}, "imports torch_new_stable_ivalue"),
+        ({"imports": (Import("connect", "GLIBC_2.2.5", False),)}, "imports connect, which opens a connection"),
+        ({"imports": (Import("execve", "GLIBC_2.2.5", False),)}, "imports execve, which opens a connection"),
+        ({"imports": (Import("fopen64", "GLIBC_2.2.5", False),)}, "imports fopen64, which opens a connection"),
+        ({"imports": (Import("syscall", "GLIBC_2.2.5", False),)}, "imports syscall, which opens a connection"),
     ],
 )
 def test_a_library_that_would_not_load_everywhere_is_refused(change, words):

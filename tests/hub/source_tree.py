@@ -1,6 +1,7 @@
 """The project's own kernel sources, copied where a test may build, break and commit them."""
 
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 
@@ -33,8 +34,27 @@ def stand_in_library(variant: Variant, unique: str) -> bytes:
     `kernels` loads a library on a PyTorch with CUDA alone; there it must be the committed one.
     """
     if torch.version.cuda is None:
-        return f"the library {unique} of {variant.name}".encode()
+        return smallest_library() + f"the library {unique} of {variant.name}".encode()
     return (ROOT / "build" / variant.name / library_name(unique)).read_bytes()
+
+
+def smallest_library(*imports: str) -> bytes:
+    """A 64-bit ELF file with a dynamic section and these undefined symbols, and nothing else."""
+    names = "".join(f"\0{name}" for name in imports).encode() + b"\0"
+    offsets = [names.index(f"\0{name}\0".encode()) + 1 for name in imports]
+    symbols = bytes(24) + b"".join(struct.pack("<IBBHQQ", offset, 16, 0, 0, 0, 0) for offset in offsets)
+    dynamic = struct.pack("<qQ", 0, 0)
+    contents = [(0, b"", 0), (6, dynamic, 3), (11, symbols, 3), (3, names, 0)]  # SHT_DYNAMIC, SHT_DYNSYM, SHT_STRTAB
+    header, place, table, body = 64, 64, b"", b""
+    for kind, content, link in contents:
+        table += struct.pack("<IIQQQQIIQQ", 0, kind, 0, 0, place, len(content), link, 0, 1, 0)
+        body, place = body + content, place + len(content)
+    start = (
+        b"\x7fELF\x02\x01\x01"
+        + bytes(9)
+        + struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, 0, place, 0, header, 0, 0, 64, 4, 3)
+    )
+    return start + body + table
 
 
 def build(root: Path) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fresh_process import RunPython
-from source_tree import build, commit_all
+from source_tree import build, commit_all, smallest_library
 
 from flashqla_hub.compile.tools import explain_missing_tools
 from flashqla_hub.package.assemble import read_tree
@@ -71,6 +71,14 @@ def change_library(root: Path) -> None:
     library_of(root).write_bytes(b"another library")
 
 
+def import_connect(root: Path) -> None:
+    library_of(root).write_bytes(smallest_library("snprintf", "connect"))
+
+
+def name_a_library(root: Path) -> None:
+    library_of(root).write_bytes(library_of(root).read_bytes() + b"\0libcurl.so.4\0")
+
+
 def problems_of(check: str, root: Path) -> list[str]:
     return CHECKS[check](read_subject(root))
 
@@ -122,11 +130,24 @@ BROKEN = [
     ("no network, process, eval, pickle", append(MODULE, "from os import system"), "uses os.system"),
     ("no network, process, eval, pickle", append(MODULE, "import torch\ntorch.load('x')"), "uses torch.load"),
     ("no network, process, eval, pickle", append(MODULE, "import torch.hub as h\nh.load('x')"), "uses torch.hub.load"),
+    ("no network, process, eval, pickle", append(MODULE, "from importlib import import_module"), "uses importlib"),
+    ("no network, process, eval, pickle", append(MODULE, "import builtins\nbuiltins.exec('1')"), "uses builtins"),
+    ("no network, process, eval, pickle", append(MODULE, "import ctypes"), "uses ctypes"),
+    ("no network, process, eval, pickle", append(MODULE, "text = open('x')"), "uses open"),
+    ("no network, process, eval, pickle", append(MODULE, "def f(p):\n    p.write_text('x')"), "uses write_text"),
+    ("no network, process, eval, pickle", append(MODULE, "import os\ngetattr(os, 'system')"), "uses os.system"),
+    ("no network, process, eval, pickle", append(MODULE, "import os\nn = 'x'\ngetattr(os, n)"), "with a computed name"),
+    ("no network, process, eval, pickle", append(MODULE, "x = (1).__class__.__subclasses__()"), "uses __subclasses__"),
+    ("no network, process, eval, pickle", append(MODULE, "import torch.distributed as d"), "uses torch.distributed"),
+    ("no network, process, eval, pickle", append(MODULE, "import torch\ntorch.jit.load('x')"), "uses torch.jit.load"),
     (
         "no network, process, eval, pickle",
-        append(MODULE, "from importlib import import_module\nimport_module('x')"),
-        "uses importlib.import_module",
+        append(MODULE, "import torch\ntorch.ops.load_library('x')"),
+        "uses torch.ops.load_library",
     ),
+    ("libraries reach nothing", change_library, "this is no 64-bit little-endian ELF file"),
+    ("libraries reach nothing", import_connect, "x86_64 library imports connect, which opens a connection or a file"),
+    ("libraries reach nothing", name_a_library, "it names the library libcurl.so.4, which nobody knows"),
     (
         "op namespace",
         append(MODULE, "import torch\n@torch.library.custom_op('mine::f', mutates_args=())\ndef f(x): pass"),
@@ -233,6 +254,25 @@ def test_download_is_checked_without_its_sources(released: Path, tmp_path: Path)
     results = {result.name: result for result in run_checks(read_subject(tmp_path / "snapshot"))}
     assert [name for name, result in results.items() if result.problems] == []
     assert {name for name, result in results.items() if result.skipped} == {"build/ equals the sources", "card"}
+
+
+@pytest.mark.parametrize(
+    ("tamper", "words"),
+    [
+        (lambda variant: (variant / "layers.py").write_text("# other code"), "'layers.py'"),
+        (lambda variant: (variant / "more.py").write_text(""), "'more.py'"),
+        (lambda variant: (variant / "layers.py").unlink(), "'layers.py'"),
+        (lambda variant: (variant / "metadata.json").unlink(), "cannot be verified without a readable metadata.json"),
+    ],
+    ids=["changed", "added", "removed", "unlisted"],
+)
+def test_tampered_download_is_noticed(released: Path, tmp_path: Path, run_python: RunPython, tamper, words):
+    """Whatever differs from the digests, by the command that a user has."""
+    variant = tmp_path / "snapshot" / VARIANT
+    shutil.copytree(released / VARIANT, variant)
+    tamper(variant)
+    done = run_python("-m", "flashqla_hub", "check", tmp_path / "snapshot")
+    assert done.returncode == 1 and words.strip("'") in done.stderr, done.stderr
 
 
 def test_card_of_a_download_is_its_readme(released: Path, tmp_path: Path):
