@@ -130,6 +130,7 @@ def _compute(layer, project, hidden_states, cache, past, attention_mask, keyword
 
 def _convolve(layer, x: Tensor, cache, past: Past, seq_idx: Optional[Tensor], cu_seqlens: Optional[Tensor]) -> Tensor:
     """Convolution and activation of x [B, C, T]; the cache keeps the last inputs."""
+    _require_gathered(layer.conv1d.weight)
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
     if past.conv is not None and x.shape[2] == 1:
         return causal_conv1d_update(x, past.conv, weight, bias, layer.activation)
@@ -147,6 +148,15 @@ def _convolve(layer, x: Tensor, cache, past: Past, seq_idx: Optional[Tensor], cu
         width = layer.conv_kernel_size
         cache.update_conv_state(x[..., max(x.shape[2] - width, 0) :], layer.layer_idx, conv_kernel_size=width)
     return out
+
+
+def _require_gathered(weight: Tensor) -> None:
+    """Raise ValueError for the empty parameter that sharding leaves behind in a module whose forward nobody calls."""
+    if weight.dim() != 3:
+        raise ValueError(
+            f"conv1d.weight has shape {list(weight.shape)}; it must be [channels, 1, width] whenever the layer runs: gather the "
+            "parameters of the whole layer together, under DeepSpeed ZeRO-3 by set_z3_leaf_modules(model, [type(layer)])."
+        )
 
 
 def _recur(layer, mixed, value_dim, b, a, cache, past, seq_idx, cu_seqlens) -> Tuple[Tensor, Optional[Tensor]]:
