@@ -1,6 +1,7 @@
 """sm90_gated_delta_rule_fwd: which kernels it launches, in which order and with which values, and what it refuses."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -111,6 +112,23 @@ def test_cut_sequences_take_a_pass_for_the_states_before_the_outputs(product_pro
     assert transitions == tile_map(transitions.address, (128, 256, slots * HV), (256, 65536), (64, 64, 1))
     workspaces = [found[2].arguments[name] for name in ("states", "is_base", "bound")] + [transitions.address]
     assert 0 not in workspaces and len(set(workspaces)) == 4
+
+
+def test_scratch_arrays_share_one_allocation_and_do_not_overlap(product_process):
+    [factor, states, _], _, _ = product_process.run(run, replace(PACKED, segment_chunks=2))
+    rows = (300 // 128 + 3) * HV
+    sizes = {
+        factor.arguments["decay"]: SLOTS * HV * 64 * 4,
+        factor.arguments["key_norm"]: SLOTS * H * 64 * 4,
+        factor.arguments["bound"]: SLOTS * HV * 4,
+        states.arguments["states"]: rows * 128 * 128 * 4,
+        states.arguments["transitions_desc"].address: rows * 256 * 128 * 2,
+        states.arguments["is_base"]: rows * 4,
+    }
+    addresses = sorted(sizes)
+    assert list(sizes) == addresses and all(address % 256 == addresses[0] % 256 for address in addresses)
+    for address, following in pairwise(addresses):
+        assert address + sizes[address] <= following < address + sizes[address] + 256
 
 
 def test_segments_longer_than_every_sequence_need_no_pass_for_states(product_process):
@@ -379,14 +397,9 @@ def test_lack_of_memory_at_any_point_is_named_and_leaves_nothing_behind(product_
         "o",
         "final_state",
         "A",
-        "decay",
-        "key_norm",
-        "bound",
+        "workspace",
         "g",
         "initial_state",
-        "states",
-        "transitions",
-        "is_base",
     ]
     assert messages[1].startswith("PyTorch could not allocate final_state with 196608 elements of float32 on device 0")
     assert guards == 0

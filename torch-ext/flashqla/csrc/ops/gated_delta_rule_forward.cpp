@@ -212,32 +212,25 @@ class Forward {
 
   void launch_kernels() {
     const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
-    NewTensor decay, key_norm, bound, states, transitions, is_base, g_copy, beta_copy, initial_copy;
-    decay.allocate("decay", {sizes_.slots, sizes_.v_heads, CHUNK}, float32, device);
-    key_norm.allocate("key_norm", {sizes_.slots, sizes_.heads, CHUNK}, float32, device);
-    bound.allocate("bound", {sizes_.slots, sizes_.v_heads}, float32, device);
+    const bool has_cuts = sizes_.segments.has_cuts;
+    const int64_t rows = has_cuts ? sizes_.segments.slots * sizes_.v_heads : 1;  // one that no kernel touches
+    NewTensor g_copy, beta_copy, initial_copy;
+    Workspace workspace;
+    Recurrence pass{};
+    workspace.add(pass.decay, "decay", {sizes_.slots, sizes_.v_heads, CHUNK}, float32, device);
+    workspace.add(pass.key_norm, "key_norm", {sizes_.slots, sizes_.heads, CHUNK}, float32, device);
+    workspace.add(pass.bound, "bound", {sizes_.slots, sizes_.v_heads}, float32, device);
+    workspace.add(pass.states, "states", {rows, HEAD_DIM * HEAD_DIM}, float32, device);
+    workspace.add(pass.transitions, "transitions", {rows, 2 * HEAD_DIM, HEAD_DIM}, o_.view().dtype, device);
+    workspace.add(pass.is_base, "is_base", {rows}, int32, device);
+    workspace.allocate();
     launch_factor_kernel(as_gate(as_float32(arguments_.g, g_copy)), as_gate(as_float32(arguments_.beta, beta_copy)),
-                         decay.view(), key_norm.view(), bound.view());
+                         pass.decay, pass.key_norm, pass.bound);
     const bool has_initial = arguments_.initial_state.has_value();
-    void* const unused = decay.view().data;  // any valid address: the kernel neither reads nor writes it
-    Recurrence pass{decay.view(), key_norm.view(), bound.view(), {}, {}, {}, unused, unused};
-    if (has_initial) pass.initial = as_float32(arguments_.initial_state, initial_copy).data;
-    if (arguments_.output_final_state) pass.final_state = final_state_.view().data;
-    const int32_t dtype = o_.view().dtype;
-    if (sizes_.segments.has_cuts) {
-      const int64_t rows = sizes_.segments.slots * sizes_.v_heads;
-      states.allocate("states", {rows, HEAD_DIM * HEAD_DIM}, float32, device);
-      transitions.allocate("transitions", {rows, 2 * HEAD_DIM, HEAD_DIM}, dtype, device);
-      is_base.allocate("is_base", {rows}, int32, device);
-      pass.states = states.view();
-      pass.transitions = transitions.view();
-      pass.is_base = is_base.view();
-      launch_recurrence_kernel(pass, true);
-    } else {
-      pass.states = contiguous_view("states", unused, float32, device, {1, HEAD_DIM * HEAD_DIM});
-      pass.transitions = contiguous_view("transitions", unused, dtype, device, {1, 2 * HEAD_DIM, HEAD_DIM});
-      pass.is_base = contiguous_view("is_base", unused, int32, device, {1});
-    }
+    void* const unused = pass.decay.data;  // any valid address: the kernel neither reads nor writes it
+    pass.initial = has_initial ? as_float32(arguments_.initial_state, initial_copy).data : unused;
+    pass.final_state = arguments_.output_final_state ? final_state_.view().data : unused;
+    if (has_cuts) launch_recurrence_kernel(pass, true);
     launch_recurrence_kernel(pass, false);
   }
 

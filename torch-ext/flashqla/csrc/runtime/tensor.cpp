@@ -38,6 +38,11 @@ TensorView read_view(AtenTensorHandle handle, const char* name) {
   return view;
 }
 
+int64_t bytes_of(int32_t dtype) {
+  if (dtype == aoti_torch_dtype_bfloat16() || dtype == aoti_torch_dtype_float16()) return 2;
+  return dtype == aoti_torch_dtype_int64() ? 8 : 4;  // the others are 32 bits wide
+}
+
 AtenTensorHandle as_handle(StableIValue value) {
   AtenTensorHandle handle;
   memcpy(&handle, &value, sizeof handle);
@@ -126,6 +131,21 @@ StableIValue NewTensor::hand_over() {
 void NewTensor::release() {
   if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
   handle_ = nullptr;
+}
+
+void Workspace::add(TensorView& array) {
+  FLASHQLA_CHECK(count_ < MAX_ARRAYS, "%s is one array more than a workspace holds; raise MAX_ARRAYS.", array.name);
+  arrays_[count_] = &array;
+  offsets_[count_++] = bytes_;
+  const int64_t bytes = array.element_count() * bytes_of(array.dtype);
+  bytes_ += (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
+void Workspace::allocate() {
+  if (count_ == 0) return;
+  const int32_t word = aoti_torch_dtype_int32();
+  storage_.allocate("workspace", {bytes_ / bytes_of(word)}, word, arrays_[0]->device);
+  for (int i = 0; i < count_; i++) arrays_[i]->data = static_cast<char*>(storage_.view().data) + offsets_[i];
 }
 
 double as_double(StableIValue value) {
