@@ -171,12 +171,15 @@ def explain_nothing(nets: list[GatedDeltaNet], device_type: str) -> str | None:
 
 def _explain_closed_layers() -> str:
     """Why transformers defined its layers without the names that `kernels` looks for."""
+    import kernels
+    import transformers
+    from transformers.dependency_versions_table import deps
     from transformers.utils import is_kernels_available
 
     if not is_kernels_available():
         return (
-            "the installed transformers does not work with the installed kernels: pip install 'flashqla_hub[transformers]' "
-            "brings a pair that does"
+            f"transformers {transformers.__version__} works with {deps.get('kernels', 'no kernels')} and not with the "
+            f"installed {kernels.__version__}: pip install 'flashqla_hub[transformers]' brings a pair that fits"
         )
     return "transformers has its kernels switched off: set the environment variable USE_HUB_KERNELS=YES and start again"
 

@@ -201,12 +201,13 @@ def test_functions_are_shared_by_all_models_of_a_family(model, kernel_folder):
 
 
 def test_copy_of_a_kernelized_model_is_served(model, kernel_folder):
-    """Its norms are bound to the copy, and it calls the functions of the module, not copies of them."""
+    """Its layers and norms are bound to the copy, and it calls the functions of the module, not copies of them."""
     flashqla_hub.kernelize(model, source=kernel_folder)
     twin = copy.deepcopy(model)
     assert flashqla_hub.is_active(twin)
-    norm = gated_delta_nets(twin)[0].replaceable["RMSNormGated"]
-    assert norm.forward.__self__ is norm
+    layer = gated_delta_nets(twin)[0]
+    for module in (layer.module, layer.replaceable["RMSNormGated"]):
+        assert module.forward.__self__ is module
     flashqla_hub.unregister()
     assert not flashqla_hub.is_active(model)
 
