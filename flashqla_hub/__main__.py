@@ -39,6 +39,9 @@ COMMANDS = {
     "publish": Command("flashqla_hub.package.publish", "publish_command", "Show, or make, the changes on the Hub."),
     "download": Command("flashqla_hub.package.download", "download_command", "Fill the cache for offline use."),
     "bench": Command("flashqla_hub.bench.command", "bench_command", "Time the kernel beside its peers on a GPU."),
+    "bench-layer": Command(
+        "flashqla_hub.bench.layer", "bench_layer_command", "Time a whole layer with and without the kernel on a GPU."
+    ),
     "bench-report": Command("flashqla_hub.bench.report", "report_command", "Print the table of benchmark records."),
 }
 

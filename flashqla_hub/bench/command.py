@@ -50,7 +50,7 @@ def bench_command(
         parsed = parse_rows(rows or ["few"])
         mixes = _gates(gates or ["bench"])
         names = _implementations(impl)
-        device = _device()
+        device = device_facts()
     except ValueError as error:
         console.print(str(error))
         raise typer.Exit(2) from None
@@ -171,7 +171,7 @@ def _gates(names: list[str]) -> list[str]:
     return list(GATES) if "all" in names else list(dict.fromkeys(names))
 
 
-def _device() -> dict:
+def device_facts() -> dict:
     import torch
 
     if not torch.cuda.is_available():

@@ -4,8 +4,9 @@ Times are milliseconds a call: `ms` of short CUDA graph replays, `sustained_ms` 
 behind the other without a graph; `host_us` is what the host spends in an eager call. `bound_ms` is the least that the
 device's measured rates `copy_tb_s` and `matrix_tflop_s` allow. Memory is in 10^6 bytes: `io_mb` of inputs and outputs,
 `peak_mb` allocated at the peak of a call, outputs included, and `extra_mb` without them. `buffers` is how many copies of
-the inputs were read in turn, `error` the relative error of the correctness gate. `void` says why a peer's line, and with
-it the comparison, does not count; `skipped` why a line has no times.
+the inputs were read in turn, `error` the relative error of the correctness gate. Of a whole layer, `layer` is its shape,
+`matrix_ms` the time of its matrix products alone, `launches` what one call puts on the GPU, `served` what the kernel has.
+`void` says why a peer's line, and with it the comparison, does not count; `skipped` why a line has no times.
 """
 
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 FIELDS = (
     "run",
     "op",
+    "layer",
     "impl",
     "version",
     "hk",
@@ -27,12 +29,15 @@ FIELDS = (
     "sustained_ms",
     "eager_ms",
     "host_us",
+    "matrix_ms",
     "bound_ms",
     "peak_mb",
     "extra_mb",
     "io_mb",
     "buffers",
     "error",
+    "launches",
+    "served",
     "copy_tb_s",
     "matrix_tflop_s",
     "device",
