@@ -22,27 +22,41 @@ class Rates:
     matrix_tflop_s: float
 
 
-def forward_bytes(row: Row) -> int:
-    """Bytes that the forward must move: q, k, v, g, beta and the initial states in, o and the final states out, once."""
+def row_bytes(row: Row, op: str) -> int:
+    """Bytes that an operation must move, each tensor once; "forward_backward" is the one and then the other.
+
+    The forward reads q, k, v, g, beta and the initial states and writes o and the final states. The backward reads its
+    inputs again with the gradients of its outputs, and writes the gradients of its inputs.
+    """
     tokens, sequences = sum(row.lengths), len(row.lengths)
-    a_token = 2 * (row.hk + row.hv) * HEAD_DIM * ELEMENT_BYTES + 2 * row.hv * GATE_BYTES
-    return tokens * a_token + 2 * sequences * row.hv * HEAD_DIM**2 * STATE_BYTES
+    key_rows, value_rows = (heads * HEAD_DIM * ELEMENT_BYTES for heads in (row.hk, row.hv))
+    gate_rows, states = row.hv * GATE_BYTES, sequences * row.hv * HEAD_DIM**2 * STATE_BYTES
+    forward = tokens * (2 * key_rows + 2 * value_rows + 2 * gate_rows) + 2 * states
+    backward = tokens * (4 * key_rows + 3 * value_rows + 4 * gate_rows) + 3 * states
+    return {"forward": forward, "backward": backward, "forward_backward": forward + backward}[op]
 
 
-def forward_flops(row: Row) -> int:
-    """Operations of the chunk form at C = 64, without the inverse.
+def row_flops(row: Row, op: str) -> int:
+    """Operations of the chunk form at C = 64, without the inverse of the chunk matrix.
 
-    A key head needs K K^T and Q K^T, C^2 K each; a value head K S, Q S and K^T N, C K V each, and A Z and P N, C^2 V each.
+    Both directions need K K^T and Q K^T for a key head, C^2 K each. A value head needs K S, Q S and K^T N, C K V each, and
+    A Z and P N, C^2 V each, forward; with the states at hand seven products C K V, eight C^2 V and two C^3 backward.
     """
     key_head = 2 * CHUNK**2 * HEAD_DIM
-    value_head = 3 * CHUNK * HEAD_DIM**2 + 2 * CHUNK**2 * HEAD_DIM
-    return 2 * sum(row.lengths) * (row.hk * key_head + row.hv * value_head) // CHUNK
+    forward = 3 * CHUNK * HEAD_DIM**2 + 2 * CHUNK**2 * HEAD_DIM
+    backward = 7 * CHUNK * HEAD_DIM**2 + 8 * CHUNK**2 * HEAD_DIM + 2 * CHUNK**3
+    of_op = {
+        "forward": row.hk * key_head + row.hv * forward,
+        "backward": row.hk * key_head + row.hv * backward,
+        "forward_backward": 2 * row.hk * key_head + row.hv * (forward + backward),
+    }
+    return 2 * sum(row.lengths) * of_op[op] // CHUNK
 
 
-def forward_bound_ms(row: Row, rates: Rates) -> float:
+def bound_ms(row: Row, op: str, rates: Rates) -> float:
     """The larger of the time to move the bytes and the time to do the products, in milliseconds."""
-    moving = forward_bytes(row) / (rates.copy_tb_s * 1e12)
-    computing = forward_flops(row) / (rates.matrix_tflop_s * 1e12)
+    moving = row_bytes(row, op) / (rates.copy_tb_s * 1e12)
+    computing = row_flops(row, op) / (rates.matrix_tflop_s * 1e12)
     return 1e3 * max(moving, computing)
 
 

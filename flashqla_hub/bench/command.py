@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 
 from .anchors import explain_slow
-from .bounds import Rates, forward_bound_ms
+from .bounds import Rates, bound_ms
 from .peers import BY_NAME, IMPLEMENTATIONS, Implementation
 from .record import append, git_commit, run_name
 from .report import rich_table
-from .rows import GATES, ROW_SETS, Row, parse_rows
+from .rows import GATES, OPS, ROW_SETS, Row, parse_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER_SECONDS = 480
@@ -29,6 +29,7 @@ def bench_command(
         list[str] | None,
         typer.Argument(help=f"Rows as HK,HV:SEQS, for example 16,64:8192x4, or sets of them: {', '.join(ROW_SETS)}."),
     ] = None,
+    op: Annotated[str, typer.Option(help=f"What to time: {', '.join(OPS)}.")] = "forward",
     gates: Annotated[list[str] | None, typer.Option(help=f"Gates of the inputs: {', '.join(GATES)}, or all.")] = None,
     impl: Annotated[
         list[str] | None, typer.Option(help="Implementations to run; all that are installed if left out.")
@@ -41,7 +42,7 @@ def bench_command(
     ] = None,
     commit: Annotated[str | None, typer.Option(help="Commit of the sources, where the checkout has no .git.")] = None,
 ) -> None:
-    """Time the forward on the GPU, correctness gate first, beside the installed peers; write one JSON line a row.
+    """Time the kernel on the GPU, correctness gate first, beside the installed peers; write one JSON line a row.
 
     Ends with code 1 if the kernel has no time for a row, or if a peer was slower than it is known to be.
     """
@@ -49,13 +50,15 @@ def bench_command(
     try:
         parsed = parse_rows(rows or ["few"])
         mixes = _gates(gates or ["bench"])
+        if op not in OPS:
+            raise ValueError(f"--op is {op!r}; it must be one of {', '.join(OPS)}.")
         names = _implementations(impl)
         device = device_facts()
     except ValueError as error:
         console.print(str(error))
         raise typer.Exit(2) from None
     rates = _rates()
-    common = {"run": run_name(commit or git_commit(ROOT)), "op": "forward", **asdict(rates), **device}
+    common = {"run": run_name(commit or git_commit(ROOT)), "op": op, **asdict(rates), **device}
     path = output or ROOT / "benchmarks" / "results" / device_folder(device["device"]) / f"{common['run']}.jsonl"
     records = []
     for name in names:
@@ -88,8 +91,16 @@ def run_implementation(
     if reason is None:
         version = implementation.version()
         if implementation.compiles:
-            _fill_compile_cache(implementation, rows, gates[0], source, seconds)
-        options = ["--gates", ",".join(gates), "--sustain", str(sustain), *(row.name for row in rows)]
+            _fill_compile_cache(implementation, common["op"], rows, gates[0], source, seconds)
+        options = [
+            "--op",
+            common["op"],
+            "--gates",
+            ",".join(gates),
+            "--sustain",
+            str(sustain),
+            *(row.name for row in rows),
+        ]
         output, reason = _run_worker(implementation, options, source, seconds)
         for line in output.splitlines():
             if line.startswith('{"row"'):
@@ -117,7 +128,7 @@ def run_implementation(
 def complete(record: dict, row: Row) -> dict:
     """The record with the bound of its row, and with the reason for which it voids the comparison, if any."""
     rates = Rates(record["copy_tb_s"], record["matrix_tflop_s"])
-    record = {**record, "bound_ms": forward_bound_ms(row, rates)}
+    record = {**record, "bound_ms": bound_ms(row, record["op"], rates)}
     return {**record, "void": explain_slow(record)}
 
 
@@ -138,10 +149,10 @@ def _run_worker(implementation: Implementation, options: list[str], source: Path
         return output, f"not done within {seconds} s"
 
 
-def _fill_compile_cache(implementation, rows: Sequence[Row], gates: str, source: Path, seconds: int) -> None:
+def _fill_compile_cache(implementation, op: str, rows: Sequence[Row], gates: str, source: Path, seconds: int) -> None:
     """Let several processes at once compile what the rows need, so that the timed one finds it on disk."""
     jobs = min(COMPILE_JOBS, os.cpu_count() or 1, len(rows))
-    options = ["--compile-only", "--gates", gates]
+    options = ["--compile-only", "--op", op, "--gates", gates]
     shares = [[row.name for row in rows[start::jobs]] for start in range(jobs)]
     processes = [_start_worker(implementation, [*options, *share], source) for share in shares]
     for process in processes:

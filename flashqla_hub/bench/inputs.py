@@ -40,9 +40,10 @@ def make_inputs(lengths, hk: int, hv: int, gates: str, seed: int = 0, device: st
     }
 
 
-def input_bytes(inputs: dict) -> int:
-    """Bytes that a forward reads: q, k, v, g, beta and the initial states."""
-    return sum(inputs[name].numel() * inputs[name].element_size() for name in ("q", "k", "v", "g", "beta", "h0"))
+def input_bytes(inputs: dict, op: str) -> int:
+    """Bytes that an operation reads: q, k, v, g, beta and the initial states, and for gradients those of the outputs."""
+    names = ("q", "k", "v", "g", "beta", "h0", *(() if op == "forward" else ("do", "dht")))
+    return sum(inputs[name].numel() * inputs[name].element_size() for name in names)
 
 
 def copies_of(inputs: dict, count: int) -> list[dict]:

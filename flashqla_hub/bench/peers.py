@@ -5,6 +5,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..package.download import VERSION
@@ -12,15 +13,18 @@ from ..package.download import VERSION
 
 @dataclass(frozen=True)
 class Implementation:
-    """One library: the distribution that it comes from, environment it wants, and a factory of the timed call.
+    """One library: the distribution that it comes from, environment it wants, and factories of the timed calls.
 
-    `forward(inputs)` returns a function of no arguments that returns (o, final state [N, HV, K, V]).
+    `forward(inputs)` returns a function of no arguments that returns (o, final state [N, HV, K, V]); `backward(inputs)` and
+    `forward_backward(inputs)` return one that returns (dq, dk, dv, dg, dbeta, dh0), or are None where there is none.
     """
 
     name: str
     distribution: str
     module: str
     forward: Callable[[dict], Callable]
+    backward: Callable[[dict], Callable] | None = None
+    forward_backward: Callable[[dict], Callable] | None = None
     environment: tuple[tuple[str, str], ...] = ()
     contract: int | None = None  # version of a Hub kernel, which has no distribution of its own
     compiles: bool = False  # at the first call, into a cache on disk that several processes can fill at once
@@ -39,21 +43,32 @@ def _flash_qla(d):
     from flash_qla import chunk_gated_delta_rule_fwd
 
     def call():
-        out = chunk_gated_delta_rule_fwd(
-            d["q"],
-            d["k"],
-            d["v"],
-            d["g"],
-            d["beta"],
-            scale=d["scale"],
-            initial_state=d["h0"],
-            output_final_state=True,
-            output_h=False,
-            cu_seqlens=d["cu_seqlens"],
-        )
+        out = chunk_gated_delta_rule_fwd(*_tensors(d), **_options(d), output_h=False)
         return out[2], out[4]
 
     return call
+
+
+def _flash_qla_backward(d):
+    from flash_qla import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+
+    g, A, _, _, _, cache = chunk_gated_delta_rule_fwd(*_tensors(d), **_options(d), enable_fwd_cp_cache=True)
+    q, k, v, _, beta = _tensors(d)
+    options = {name: x for name, x in _options(d).items() if name != "output_final_state"}
+
+    def call():
+        dq, dk, dv, dbeta, dg, dh0 = chunk_gated_delta_rule_bwd(
+            q, k, v, g, beta, A, d["do"], dht=d["dht"], cp_cache=cache, **options
+        )
+        return dq, dk, dv, dg, dbeta, dh0
+
+    return call
+
+
+def _flash_qla_forward_backward(d):
+    from flash_qla import chunk_gated_delta_rule
+
+    return _through_autograd(chunk_gated_delta_rule, d, _options(d))
 
 
 def _flashinfer(d):
@@ -81,48 +96,86 @@ def _flashinfer(d):
 def _fla(d):
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    def call():
-        return chunk_gated_delta_rule(
-            d["q"],
-            d["k"],
-            d["v"],
-            g=d["g"],
-            beta=d["beta"],
-            scale=d["scale"],
-            initial_state=d["h0"],
-            output_final_state=True,
-            cu_seqlens=d["cu_seqlens_int64"],
-        )
+    return partial(chunk_gated_delta_rule, *_tensors(d), **_options(d, "cu_seqlens_int64"))
 
-    return call
+
+def _fla_forward_backward(d):
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return _through_autograd(chunk_gated_delta_rule, d, _options(d, "cu_seqlens_int64"))
 
 
 def _flashqla(d):
+    return partial(_our_kernel().chunk_gated_delta_rule, *_tensors(d), **_options(d))
+
+
+def _flashqla_backward(d):
+    kernel = _our_kernel()
+    residuals = kernel.chunk_gated_delta_rule_fwd(*_tensors(d), **_options(d)).residuals
+    options = {name: x for name, x in _options(d).items() if name != "output_final_state"}
+    return partial(kernel.chunk_gated_delta_rule_bwd, *_tensors(d), residuals, d["do"], d["dht"], **options)
+
+
+def _flashqla_forward_backward(d):
+    return _through_autograd(_our_kernel().chunk_gated_delta_rule, d, _options(d))
+
+
+def _our_kernel():
     from kernels import get_local_kernel
 
-    kernel = get_local_kernel(Path(os.environ["FLASHQLA_BENCH_SOURCE"]))
+    return get_local_kernel(Path(os.environ["FLASHQLA_BENCH_SOURCE"]))
+
+
+def _tensors(d: dict) -> tuple:
+    return tuple(d[name] for name in ("q", "k", "v", "g", "beta"))
+
+
+def _options(d: dict, bounds: str = "cu_seqlens") -> dict:
+    return {"scale": d["scale"], "initial_state": d["h0"], "output_final_state": True, "cu_seqlens": d[bounds]}
+
+
+def _through_autograd(function: Callable, d: dict, options: dict) -> Callable:
+    """Forward and backward of a public function, from leaves to gradients."""
+    import torch
+
+    leaves = [x.detach().requires_grad_() for x in (*_tensors(d), d["h0"])]
 
     def call():
-        return kernel.chunk_gated_delta_rule(
-            d["q"],
-            d["k"],
-            d["v"],
-            d["g"],
-            d["beta"],
-            scale=d["scale"],
-            initial_state=d["h0"],
-            output_final_state=True,
-            cu_seqlens=d["cu_seqlens"],
-        )
+        o, state = function(*leaves[:5], **{**options, "initial_state": leaves[5]})
+        return torch.autograd.grad((o, state), leaves, (d["do"], d["dht"]))
 
     return call
 
 
 IMPLEMENTATIONS = (
-    Implementation("flashqla", "kernels", "kernels", _flashqla, contract=VERSION),
-    Implementation("flash-qla", "flash-qla", "flash_qla", _flash_qla, compiles=True),
+    Implementation(
+        "flashqla",
+        "kernels",
+        "kernels",
+        _flashqla,
+        _flashqla_backward,
+        _flashqla_forward_backward,
+        contract=VERSION,
+    ),
+    Implementation(
+        "flash-qla",
+        "flash-qla",
+        "flash_qla",
+        _flash_qla,
+        _flash_qla_backward,
+        _flash_qla_forward_backward,
+        compiles=True,
+    ),
     Implementation("flashinfer", "flashinfer-python", "flashinfer", _flashinfer),
     # FLA calls FlashQLA by itself where it is installed; switched off, it is a peer of its own.
-    Implementation("fla", "flash-linear-attention", "fla", _fla, (("FLA_FLASH_QLA", "0"),), compiles=True),
+    Implementation(
+        "fla",
+        "flash-linear-attention",
+        "fla",
+        _fla,
+        forward_backward=_fla_forward_backward,
+        environment=(("FLA_FLASH_QLA", "0"),),
+        compiles=True,
+    ),
 )
 BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}

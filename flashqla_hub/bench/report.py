@@ -25,11 +25,10 @@ def report_command(
     """Print the Markdown table of benchmark records, and draw the speedup over the best peer of each row."""
     console = Console()
     found = read(records)
-    for gates in dict.fromkeys(record["gates"] for record in found):
-        console.print(f"Gates {gates}:\n")
-        console.print(
-            "\n".join(markdown_table([r for r in found if r["gates"] == gates])), soft_wrap=True, markup=False
-        )
+    for op, gates in dict.fromkeys((record["op"], record["gates"]) for record in found):
+        chosen = [record for record in found if (record["op"], record["gates"]) == (op, gates)]
+        console.print(f"{op}, gates {gates}:\n")
+        console.print("\n".join(markdown_table(chosen)) + "\n", soft_wrap=True, markup=False)
     if plot is None:
         return
     try:
@@ -43,7 +42,7 @@ def report_command(
 
 
 def by_row(records: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
-    """(hk, hv, seqs, gates) -> implementation -> record, in the order of the records."""
+    """(hk, hv, seqs, gates) -> implementation -> record of one operation, in the order of the records."""
     rows: dict[tuple, dict[str, dict]] = {}
     for record in records:
         key = (record["hk"], record["hv"], record["seqs"], record["gates"])
@@ -105,7 +104,10 @@ def rich_table(records: list[dict]) -> Table:
 
 
 def draw(records: list[dict], path: Path) -> None:
-    """Bars of each implementation's time, as a multiple of ours, for each row of the first gates; needs matplotlib."""
+    """Bars of each implementation's time, as a multiple of ours, for each row of the first operation and gates.
+
+    Needs matplotlib.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -113,8 +115,8 @@ def draw(records: list[dict], path: Path) -> None:
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
     from matplotlib import pyplot
 
-    gates = records[0]["gates"]
-    rows = by_row(record for record in records if record["gates"] == gates)
+    op, gates = records[0]["op"], records[0]["gates"]
+    rows = by_row(record for record in records if (record["op"], record["gates"]) == (op, gates))
     names = [name for name in LABELS if any(name in row for row in rows.values())]
     height = 0.8 / len(names)
     figure, axes = pyplot.subplots(figsize=(8, 1 + 0.22 * len(names) * len(rows)))
@@ -129,7 +131,7 @@ def draw(records: list[dict], path: Path) -> None:
     axes.set_yticks([place + 0.4 - height / 2 for place in range(len(rows))])
     axes.set_yticklabels([f"({hk}, {hv}) {seqs}" for hk, hv, seqs, _ in rows], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(f"time over that of this kernel, CUDA graph, gates {gates}; {records[0]['device']}")
+    axes.set_xlabel(f"time over that of this kernel, {op}, CUDA graph, gates {gates}; {records[0]['device']}")
     axes.legend(loc="lower right", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, bbox_inches="tight", dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+OPS = ("forward", "backward", "forward_backward")
 GATES = ("bench", "zero", "decay", "trained")
 
 # Uneven lengths behind the names of FlashQLA's own benchmark.
@@ -67,6 +68,7 @@ ROW_SETS = {
         "16,48:1x32768",
         *(f"16,64:{seqs}" for seqs in ("1x32768", "8192x4", "1x2048", "1024x8", "28672+4096")),
     ),
+    "backward": ("16,32:1x32768", "16,32:8192_8seq", "16,32:8192_4seq", "2,4:1x32768", "16,64:1x8192"),
     "few": ("16,64:8192x4", "16,32:8192x4", "2,8:1x32768"),
 }
 

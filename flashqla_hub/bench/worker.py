@@ -7,15 +7,16 @@ import time
 
 import torch
 
-from ..reference import gated_delta_rule
+from ..reference import gated_delta_rule, gated_delta_rule_backward
 from . import protocol
 from .inputs import copies_of, input_bytes, make_inputs
 from .peers import BY_NAME
-from .rows import Row, shortened
+from .rows import OPS, Row, shortened
 
-# Relative L2 error of outputs and states against the float64 recurrence that bf16 operands allow (see README).
-MAX_ERROR = 6e-3
-GATE_TOKENS = 1100
+# Relative L2 error against the float64 recurrence that bf16 operands allow (see README): o and states; dq dk dv dg dbeta dh0.
+OUTPUT_LIMITS = (6e-3, 6e-3)
+GRADIENT_LIMITS = (1e-2, 1e-2, 1e-2, 2e-2, 1e-2, 1e-2)
+GATE_TOKENS, GRADIENT_GATE_TOKENS = 1100, 300  # the reference's backward keeps two states a token
 REST_SECONDS = 0.05  # before a short measurement, so that it does not pay for the heat of the one before
 
 
@@ -25,26 +26,35 @@ def relative_error(actual: torch.Tensor, truth: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def gate_error(implementation, row: Row, gates: str) -> float:
-    """Worst relative error of outputs and final states on a shortened row against the float64 token recurrence."""
-    d = make_inputs(shortened(row, GATE_TOKENS), row.hk, row.hv, gates, seed=1)
-    o, state = implementation.forward(d)()
+def truth_of(op: str, d: dict) -> tuple[torch.Tensor, ...]:
+    """Outputs or gradients of the float64 token recurrence."""
     exact = {name: d[name].double() for name in ("q", "k", "v", "g", "beta")}
-    truth_o, truth_state = gated_delta_rule(
-        **exact, scale=d["scale"], initial_state=d["h0"].double(), cu_seqlens=d["cu_seqlens"]
-    )
-    return max(relative_error(o, truth_o), relative_error(state, truth_state))
+    options = {"scale": d["scale"], "initial_state": d["h0"].double(), "cu_seqlens": d["cu_seqlens"]}
+    if op == "forward":
+        return gated_delta_rule(**exact, **options)
+    return gated_delta_rule_backward(**exact, do=d["do"].double(), dht=d["dht"].double(), **options)
 
 
-def measure(implementation, row: Row, gates: str, sustain: float = 0) -> dict:
+def gate(implementation, op: str, row: Row, gates: str) -> tuple[float, bool]:
+    """Worst relative error on a shortened row, and whether every tensor is within its limit."""
+    tokens, limits = (GATE_TOKENS, OUTPUT_LIMITS) if op == "forward" else (GRADIENT_GATE_TOKENS, GRADIENT_LIMITS)
+    d = make_inputs(shortened(row, tokens), row.hk, row.hv, gates, seed=1)
+    found, truth = getattr(implementation, op)(d)(), truth_of(op, d)
+    errors = [relative_error(x, exact) for x, exact in zip(found, truth, strict=True)]
+    return max(errors), all(error <= limit for error, limit in zip(errors, limits, strict=True))
+
+
+def measure(implementation, op: str, row: Row, gates: str, sustain: float = 0) -> dict:
     """The figures of one row; a red gate gives no times."""
-    error = gate_error(implementation, row, gates)
-    if not error <= MAX_ERROR:
-        return {"error": error, "skipped": f"wrong: relative error {error:.2e} exceeds {MAX_ERROR:.0e}"}
+    if getattr(implementation, op) is None:
+        return {"skipped": f"{implementation.name} has no {op.replace('_', ' and ')}"}
+    error, is_right = gate(implementation, op, row, gates)
+    if not is_right:
+        return {"error": error, "skipped": f"wrong: relative error {error:.2e}"}
     inputs = make_inputs(row.lengths, row.hk, row.hv, gates)
     cache_bytes = torch.cuda.get_device_properties(inputs["q"].device).L2_cache_size
-    buffers = protocol.copies_beyond_cache(input_bytes(inputs), cache_bytes)
-    calls = [implementation.forward(d) for d in copies_of(inputs, buffers)]
+    buffers = protocol.copies_beyond_cache(input_bytes(inputs, op), cache_bytes)
+    calls = [getattr(implementation, op)(d) for d in copies_of(inputs, buffers)]
     calls[0]()
     peak, outputs = protocol.peak_bytes(calls[0])
     figures = {
@@ -52,7 +62,7 @@ def measure(implementation, row: Row, gates: str, sustain: float = 0) -> dict:
         "host_us": protocol.host_us(calls),
         "peak_mb": peak / 1e6,
         "extra_mb": (peak - outputs) / 1e6,
-        "io_mb": (input_bytes(inputs) + outputs) / 1e6,
+        "io_mb": (input_bytes(inputs, op) + outputs) / 1e6,
         "buffers": buffers,
         "error": error,
     }
@@ -64,10 +74,10 @@ def measure(implementation, row: Row, gates: str, sustain: float = 0) -> dict:
     return figures
 
 
-def compile_only(implementation, row: Row, gates: str) -> dict:
+def compile_only(implementation, op: str, row: Row, gates: str) -> dict:
     """Call the row once, for the cache on disk that the implementation's compiler fills."""
     for lengths in (shortened(row, GATE_TOKENS), row.lengths):
-        implementation.forward(make_inputs(lengths, row.hk, row.hv, gates))()
+        getattr(implementation, op)(make_inputs(lengths, row.hk, row.hv, gates))()
         torch.cuda.synchronize()
     return {}
 
@@ -75,6 +85,7 @@ def compile_only(implementation, row: Row, gates: str) -> dict:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--impl", required=True, choices=sorted(BY_NAME))
+    parser.add_argument("--op", required=True, choices=OPS)
     parser.add_argument("--gates", required=True, help="separated by commas")
     parser.add_argument("--sustain", type=float, default=0, help="seconds of sustained load a row; 0 leaves it out")
     parser.add_argument("--compile-only", action="store_true", help="call each row once and time nothing")
@@ -86,9 +97,9 @@ def main(argv: list[str] | None = None) -> None:
             row = Row.parse(text)
             try:
                 if args.compile_only:
-                    figures = compile_only(implementation, row, gates)
+                    figures = compile_only(implementation, args.op, row, gates)
                 else:
-                    figures = measure(implementation, row, gates, args.sustain)
+                    figures = measure(implementation, args.op, row, gates, args.sustain)
             except Exception as failure:  # a peer's failure on one row is a row with its reason
                 reason = (str(failure).splitlines() or [""])[0]
                 figures = {"skipped": f"{type(failure).__name__}: {reason}"[:300]}

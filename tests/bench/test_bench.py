@@ -2,12 +2,13 @@
 
 import json
 from datetime import UTC, datetime
+from functools import partial
 
 import pytest
 import torch
 
-from flashqla_hub.bench import anchors, command, protocol, record
-from flashqla_hub.bench.bounds import Rates, forward_bound_ms, forward_bytes, forward_flops
+from flashqla_hub.bench import anchors, command, protocol, record, worker
+from flashqla_hub.bench.bounds import Rates, bound_ms, row_bytes, row_flops
 from flashqla_hub.bench.inputs import copies_of, input_bytes, make_inputs
 from flashqla_hub.bench.peers import BY_NAME
 from flashqla_hub.bench.rows import GATES, ROW_SETS, Row, parse_rows, shortened
@@ -88,25 +89,39 @@ def test_bytes_and_operations_of_a_row_by_hand():
     """Two sequences, 128 tokens, one key head, two value heads."""
     row = Row(1, 2, "64x2")
     tensors = 128 * (2 * 128 * 2 + 2 * 2 * 128 * 2 + 2 * 2 * 4)  # q k; v o; g beta
-    assert forward_bytes(row) == tensors + 2 * 2 * 2 * 128 * 128 * 4
+    assert row_bytes(row, "forward") == tensors + 2 * 2 * 2 * 128 * 128 * 4
     a_chunk = 2 * 64 * 64 * 128 + 2 * (
         3 * 64 * 128 * 128 + 2 * 64 * 64 * 128
     )  # K K^T, Q K^T; K S, Q S, K^T N, A Z, P N
-    assert forward_flops(row) == 2 * 2 * a_chunk
+    assert row_flops(row, "forward") == 2 * 2 * a_chunk
 
 
 def test_the_bound_is_the_slower_of_bytes_and_operations():
     row = Row(16, 64, "1x32768")
-    assert forward_bound_ms(row, RATES) == pytest.approx(1e3 * forward_flops(row) / 800e12)
+    assert bound_ms(row, "forward", RATES) == pytest.approx(1e3 * row_flops(row, "forward") / 800e12)
     slow_memory = Rates(copy_tb_s=0.1, matrix_tflop_s=800.0)
-    assert forward_bound_ms(row, slow_memory) == pytest.approx(1e3 * forward_bytes(row) / 0.1e12)
+    assert bound_ms(row, "forward", slow_memory) == pytest.approx(1e3 * row_bytes(row, "forward") / 0.1e12)
 
 
 def test_bytes_are_those_of_the_inputs_and_outputs_that_are_made():
     row = Row(2, 4, "70+30")
     inputs = make_inputs(row.lengths, row.hk, row.hv, "bench", device="cpu")
     outputs = inputs["v"].numel() * 2 + inputs["h0"].numel() * 4
-    assert forward_bytes(row) == input_bytes(inputs) + outputs
+    assert row_bytes(row, "forward") == input_bytes(inputs, "forward") + outputs
+
+
+def test_the_backward_reads_and_writes_what_autograd_does():
+    row = Row(2, 4, "70+30")
+    inputs = make_inputs(row.lengths, row.hk, row.hv, "bench", device="cpu")
+    gradients = input_bytes(inputs, "forward")  # one for each input, in its dtype
+    assert row_bytes(row, "backward") == input_bytes(inputs, "backward") + gradients
+    assert row_bytes(row, "forward_backward") == row_bytes(row, "forward") + row_bytes(row, "backward")
+
+
+def test_operations_of_the_backward_by_hand():
+    """One chunk, one head: dO S^T, K dS, dZ S^T, N dS^T, Q^T dO, K^T dZ and K S, and eight products inside the chunk."""
+    large, small, inner = 64 * 128 * 128, 64 * 64 * 128, 64**3
+    assert row_flops(Row(1, 1, "1x64"), "backward") == 2 * (2 * small + 7 * large + 8 * small + 2 * inner)
 
 
 @pytest.mark.parametrize("gates", GATES)
@@ -178,3 +193,45 @@ def test_what_a_worker_printed_before_it_died_is_kept(tmp_path, monkeypatch):
     found = command.run_implementation("flashqla", rows, ["bench", "zero"], tmp_path, COMMON)
     assert [r.get("ms") for r in found] == [1.0, 1.0, 1.0, None]
     assert found[3]["skipped"] == "the process ended with code 3"
+
+
+class Exact:
+    """An implementation in place of a library, on the CPU: the truth itself, with an error added to one gradient."""
+
+    name = "exact"
+
+    def __init__(self, spoilt: int | None = None, factor: float = 1.0):
+        self.spoilt, self.factor = spoilt, factor
+
+    def _call(self, op, d):
+        return lambda: [x * (self.factor if i == self.spoilt else 1) for i, x in enumerate(worker.truth_of(op, d))]
+
+    def forward(self, d):
+        return self._call("forward", d)
+
+    def backward(self, d):
+        return self._call("backward", d)
+
+    forward_backward = None
+
+
+@pytest.mark.parametrize(("op", "tensors"), [("forward", 2), ("backward", 6)])
+def test_the_gate_sees_each_output_and_gradient(op, tensors, monkeypatch):
+    monkeypatch.setattr(worker, "make_inputs", partial(make_inputs, device="cpu"))
+    row = Row(1, 2, "30+10")
+    assert worker.gate(Exact(), op, row, "bench") == (0.0, True)
+    for spoilt in range(tensors):
+        error, is_right = worker.gate(Exact(spoilt, 1.05), op, row, "bench")
+        assert error == pytest.approx(0.05) and not is_right
+
+
+def test_gate_gradients_have_twice_the_room_of_the_others(monkeypatch):
+    monkeypatch.setattr(worker, "make_inputs", partial(make_inputs, device="cpu"))
+    rights = [worker.gate(Exact(spoilt, 1.015), "backward", Row(1, 2, "1x20"), "bench")[1] for spoilt in range(6)]
+    assert rights == [False, False, False, True, False, False]
+
+
+def test_an_operation_that_a_library_lacks_is_a_row_with_that_reason():
+    assert worker.measure(Exact(), "forward_backward", Row(1, 2, "1x20"), "bench") == {
+        "skipped": "exact has no forward and backward"
+    }

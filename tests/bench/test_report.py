@@ -1,10 +1,13 @@
 """The table and the plot of records: who wins by how much, with the losing rows."""
 
 import pytest
+from typer.testing import CliRunner
 
+from flashqla_hub.__main__ import build_app
 from flashqla_hub.bench import report
+from flashqla_hub.bench.record import append
 
-ROW = {"hk": 2, "hv": 8, "seqs": "1x64", "gates": "bench", "device": "NVIDIA H200"}
+ROW = {"op": "forward", "hk": 2, "hv": 8, "seqs": "1x64", "gates": "bench", "device": "NVIDIA H200"}
 OURS = {**ROW, "impl": "flashqla", "ms": 0.5, "eager_ms": 0.8, "host_us": 21.4, "bound_ms": 0.1}
 RECORDS = [
     OURS,
@@ -49,3 +52,16 @@ def test_the_plot_is_the_same_for_the_same_records(tmp_path):
         report.draw(RECORDS + LOST, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert "FlashInfer" in (tmp_path / "a.svg").read_text()
+
+
+def test_the_command_prints_a_table_for_each_operation_and_gates(tmp_path):
+    path = tmp_path / "run.jsonl"
+    backward = [{**record, "run": "r", "op": "backward"} for record in RECORDS]
+    append(path, [{**record, "run": "r"} for record in RECORDS] + backward)
+    done = CliRunner().invoke(build_app("bench-report"), ["bench-report", str(path)])
+    assert done.exit_code == 0
+    assert [line for line in done.output.splitlines() if line.endswith(":")] == [
+        "forward, gates bench:",
+        "backward, gates bench:",
+    ]
+    assert done.output.count("| (2, 8) 1x64 | 0.5000 | 1.0000 | 2.0000 | 2.00x | **0.50x** | 21 | 20% |") == 2
