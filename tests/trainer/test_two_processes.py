@@ -1,4 +1,4 @@
-"""Two processes that share a model, DDP and FSDP2 over gloo, train as one does."""
+"""Two processes that share a model over gloo do what one does: DDP and FSDP2 in training, tensor parallelism in inference."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import torch
 from tests.transformers.comparison import assert_close
 from tests.transformers.families import tiny_model, token_ids
 
-from .two_processes import FAMILY, KINDS, WORLD, alone
+from .two_processes import FAMILY, TRAINED, WORLD, alone, logits_of, save_divisible_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ def run_together(kind: str, folder: Path, source: Path) -> dict[str, torch.Tenso
     return torch.load(folder / f"{kind}.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TRAINED)
 def test_sharded_steps_equal_those_of_one_process(kernelize, kernel_folder, tmp_path, kind):
     """I8: every parameter is gathered before it is read, gets a gradient, and moves as in one process."""
     expected = alone(kernelize)
@@ -49,6 +49,12 @@ def test_sharded_steps_equal_those_of_one_process(kernelize, kernel_folder, tmp_
     for name, parameter in expected.items():
         assert not torch.equal(parameter, before[name]), f"{name} did not move"
         assert_close(actual[name], parameter, 1e-5)
+
+
+def test_split_heads_give_the_logits_of_one_process(kernel_folder, tmp_path):
+    """D5: tensor parallelism by the plan of transformers, the kernel in each rank."""
+    expected = logits_of(save_divisible_model(tmp_path))["logits"]
+    assert_close(run_together("tp", tmp_path, kernel_folder)["logits"], expected)
 
 
 def test_parameter_that_is_not_gathered_is_named(kernelize):

@@ -3,9 +3,12 @@
 Rank 0 writes what came out to FOLDER/KIND.pt.
 """
 
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,8 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
 
 import flashqla_hub
+from tests.transformers import families
 from tests.transformers.families import tiny_model, token_ids
 
 WORLD = 2
@@ -64,15 +69,36 @@ def fsdp2(model: nn.Module, rank: int) -> dict[str, Tensor]:
     return train(model, mine, lambda: {k: v.full_tensor().detach() for k, v in model.named_parameters()})
 
 
-KINDS = {"ddp": ddp, "fsdp2": fsdp2}
+def logits_of(model: nn.Module) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return {"logits": model(token_ids(1, 40), use_cache=False).logits}
+
+
+def save_divisible_model(folder: Path) -> nn.Module:
+    """A model whose heads can be divided among two ranks."""
+    with mock.patch.dict(families.SHARED, num_key_value_heads=WORLD):
+        model = tiny_model(FAMILY)
+    model.save_pretrained(folder)
+    return model
+
+
+def load_split(folder: Path) -> nn.Module:
+    """The model of `save_divisible_model`, split by transformers' own plan."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of the newer spelling, which the oldest version does not know
+        return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
+
+
+TRAINED = {"ddp": ddp, "fsdp2": fsdp2}
 
 
 def main(kind: str, rank: int, folder: Path, source: str) -> None:
     torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
     dist.init_process_group("gloo", init_method=f"file://{folder}/{kind}.store", rank=rank, world_size=WORLD)
-    model = flashqla_hub.kernelize(tiny_model(FAMILY), source=source)
+    model = flashqla_hub.kernelize(tiny_model(FAMILY) if kind in TRAINED else load_split(folder), source=source)
     assert flashqla_hub.is_active(model)
-    found = KINDS[kind](model, rank)
+    found = TRAINED[kind](model, rank) if kind in TRAINED else logits_of(model)
     assert flashqla_hub.is_active(model)
     if rank == 0:
         torch.save(found, folder / f"{kind}.pt")
