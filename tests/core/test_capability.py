@@ -10,10 +10,15 @@ from .inputs import TENSORS, forward, make_problem
 
 
 @pytest.fixture
-def capability(part, monkeypatch):
-    module = part("gated_delta_rule.capability")
+def sm90(part, monkeypatch):
+    module = part("sm90")
     monkeypatch.setattr(module, "_noticed", set())
     return module
+
+
+@pytest.fixture
+def capability(part, sm90):
+    return part("gated_delta_rule.capability")
 
 
 def test_a_reason_is_given_before_the_call(kernel):
@@ -23,10 +28,10 @@ def test_a_reason_is_given_before_the_call(kernel):
     assert len(reason.split()) > 3 and not reason.endswith(".") and ". " not in reason
 
 
-def test_each_reason_is_noticed_once(capability):
+def test_each_reason_is_noticed_once(sm90):
     with pytest.warns(UserWarning) as seen:
         for reason in ("it is cold", "it is cold", "it is late", "it is cold"):
-            capability.notice_torch_path("the rule", reason)
+            sm90.notice_torch_path("the rule", reason)
     sentences = [str(warning.message) for warning in seen]
     assert sentences == [
         "the rule runs on its PyTorch path: it is cold.",
@@ -34,7 +39,7 @@ def test_each_reason_is_noticed_once(capability):
     ]
 
 
-def test_only_cuda_calls_on_the_pytorch_path_are_noticed(part, capability):
+def test_only_cuda_calls_on_the_pytorch_path_are_noticed(part, sm90):
     """A stand-in for a CUDA tensor: only where it lies is looked at."""
     notice = part("gated_delta_rule.ops")._notice_on_cuda
     with pytest.warns(UserWarning, match=r"^the rule runs on its PyTorch path: it is cold\.$"):
@@ -76,21 +81,21 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)
-def test_every_reason_against_the_compiled_forward(capability, monkeypatch, case):
+def test_every_reason_against_the_compiled_forward(capability, sm90, monkeypatch, case):
     q, v, gpu, reason = UNSUPPORTED[case]
-    monkeypatch.setattr(capability, "ops", SimpleNamespace(**{capability.SM90_FORWARD: None}))
-    monkeypatch.setattr(capability, "_capability", lambda index: gpu)
+    monkeypatch.setattr(sm90, "ops", SimpleNamespace(**{capability.SM90_FORWARD: None}))
+    monkeypatch.setattr(sm90, "_capability", lambda index: gpu)
     assert capability.explain_unsupported(q, q, v, None, None) == reason
 
 
-def test_a_build_without_library_says_so(capability, monkeypatch):
-    monkeypatch.setattr(capability, "ops", SimpleNamespace())
+def test_a_build_without_library_says_so(capability, sm90, monkeypatch):
+    monkeypatch.setattr(sm90, "ops", SimpleNamespace())
     assert capability.explain_unsupported(Stub(), Stub(), Stub(), None, None).startswith(
         "this build of the kernel has no"
     )
 
 
-def test_a_cpu_call_warns_of_nothing(kernel, capability):
+def test_a_cpu_call_warns_of_nothing(kernel, sm90):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         forward(kernel, make_problem(1, 70, 1, 2, dim_k=4, dim_v=4, bounds=[0, 30, 60]))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix, ops
 from ..checks import can_call_directly, check_cu_seqlens_values
+from ..sm90 import notice_torch_path
 from . import capability, sm90_path, torch_path, validation
 
 FORWARD = "gated_delta_rule_fwd"
@@ -92,7 +93,7 @@ def _check_bounds(cu_seqlens: Optional[Tensor], q: Tensor) -> None:
 
 def _notice_on_cuda(name: str, reason: str, q: Tensor) -> None:
     if q.is_cuda:
-        capability.notice_torch_path(name, reason)
+        notice_torch_path(name, reason)
 
 
 def _state_shape(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> list:
