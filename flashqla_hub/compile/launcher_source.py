@@ -67,7 +67,7 @@ def stage_schema(plan: LaunchPlan) -> str:
 
 def _declaration(plan: LaunchPlan) -> str:
     tensors = [f"const TensorView& {tensor.name}" for tensor in plan.tensors]
-    scalars = [f"{CPP_TYPES[scalar.dtype]} {scalar.name}" for scalar in plan.scalars]
+    scalars = [f"[[maybe_unused]] {CPP_TYPES[scalar.dtype]} {scalar.name}" for scalar in plan.scalars]
     return f"void launch_{plan.name}({', '.join(['const DeviceScope& scope', *tensors, *scalars])})"
 
 

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+CONVOLUTION_TAPS = (4, 8)  # kernels for widths up to 4 and up to 8
 
 PASS_CONFIGS = MappingProxyType(
     {
@@ -61,7 +64,90 @@ class RecurrenceSpec:
         return build_recurrence(DTYPES[self.dtype])
 
 
+@dataclass(frozen=True)
+class ConvolutionSpec:
+    """The short convolution of tokens in rows."""
+
+    dtype: str
+    taps: int
+    mode: str  # "exact" for this width and rows of one sequence, "general" for widths up to it and any sequences
+    # A round of four tokens has a load and a store each.
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 8, "STG": 4})
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"convolution_{self.mode}_{self.taps}_{self.dtype}"
+
+    def build(self) -> Any:
+        from .convolution import build_convolution
+
+        return build_convolution(DTYPES[self.dtype], self.taps, self.mode)
+
+
+@dataclass(frozen=True)
+class ConvolutionBackwardSpec:
+    """Gradients of the short convolution, those of the weights as one sum a tile."""
+
+    dtype: str
+    taps: int
+    mode: str  # as above, and "states" for rows with states before and after
+    # A round of four tokens has two loads and a store each.
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 16, "STG": 4})
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"convolution_backward_{self.mode}_{self.taps}_{self.dtype}"
+
+    def build(self) -> Any:
+        from .convolution_backward import build_convolution_backward
+
+        return build_convolution_backward(DTYPES[self.dtype], self.taps, self.mode)
+
+
+@dataclass(frozen=True)
+class ConvolutionGradientsSpec:
+    """Gradients of the convolution's weights and bias from the sums of the tiles."""
+
+    dtype: str
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 1, "STG": 2})
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"convolution_gradients_{self.dtype}"
+
+    def build(self) -> Any:
+        from .convolution_gradients import build_convolution_gradients
+
+        return build_convolution_gradients((DTYPES | {"fp32": "float32"})[self.dtype])
+
+
+@dataclass(frozen=True)
+class ConvolutionUpdateSpec:
+    """The short convolution of a few new tokens and a state that it moves on, for widths up to `taps`."""
+
+    dtype: str
+    taps: int
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 8, "STG": 2})
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"convolution_update_{self.taps}_{self.dtype}"
+
+    def build(self) -> Any:
+        from .convolution_update import build_convolution_update
+
+        return build_convolution_update(DTYPES[self.dtype], self.taps)
+
+
 SPECS = (
     *(FactorSpec(dtype) for dtype in DTYPES),
     *(RecurrenceSpec(dtype) for dtype in DTYPES),
+    *(ConvolutionSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS, ("exact", "general"))),
+    *(ConvolutionBackwardSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS, ("exact", "general", "states"))),
+    *(ConvolutionGradientsSpec(dtype) for dtype in (*DTYPES, "fp32")),
+    *(ConvolutionUpdateSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS)),
 )

@@ -1,0 +1,177 @@
+"""Short depthwise causal convolution with bias and SiLU, forward, for tokens in rows (SM90).
+
+    z[t] = bias + sum_{j < reach[t]} weight[W - 1 - j] x[t - j]          y[t] = silu(z[t]) or z[t]
+
+Reads        x [B, T, D] · weights [D W] · bias [D] · sequence [B T] int32, of each token · initial [B D (W - 1)]
+Writes       y [B, T, D] · final [B D (W - 1)], the last W - 1 tokens of initial and x
+
+Thread       a vector of neighbouring channels over `tokens_per_thread` tokens of one row. Threads of a warp are neighbours
+             in channels first, so that a warp reads and writes runs of 256 bytes of a token.
+
+Tokens are read once, and the W - 1 before a thread's first once more, which the L2 still has. A token's load is issued a
+round before its use, into the registers that the token of this round has just left. A token of a negative sequence is
+seen by none and gives 0.
+"""
+
+import tilelang.language as T
+
+from ._convolution import (
+    FAST_SIGMOID,
+    FLOATS,
+    THREADS,
+    Shape,
+    add_taps,
+    find_origin,
+    load_bias,
+    load_history,
+    load_vector,
+    load_weights,
+    mark_tokens,
+    place_history,
+    sigmoid,
+)
+
+SHAPES = {
+    (4, "exact"): Shape(size=4, turn=4, blocks_per_sm=6),
+    (4, "general"): Shape(size=4, turn=4, blocks_per_sm=4),
+    (8, "exact"): Shape(size=4, turn=8, blocks_per_sm=3),
+    (8, "general"): Shape(size=4, turn=8, blocks_per_sm=3),
+}
+
+
+@T.macro
+def write_final(size, raw, final, state_at, x, x_row_at, x_token, initial, tokens, width, has_initial):
+    """The last W - 1 tokens, by the threads that own the end of a row."""
+    for s in T.serial(width - 1):
+        if tokens - (width - 1) + s >= 0:
+            for e in T.vectorized(size):
+                raw[e] = x[x_row_at + (tokens - (width - 1) + s) * T.cast(x_token, "int64"), e]
+            for e in T.unroll(size):
+                final[state_at + e * (width - 1) + s] = raw[e]
+        else:
+            for e in T.unroll(size):
+                raw[e] = T.cast(0, final.dtype)
+                if has_initial != 0:
+                    raw[e] = initial[state_at + e * (width - 1) + tokens + s]
+                final[state_at + e * (width - 1) + s] = raw[e]
+
+
+@T.macro
+def write_token(size, out, z, is_none, silu, y, y_at, is_owned):
+    """y = silu(z), or z; 0 for a token of no sequence."""
+    if silu != 0:
+        for e in T.unroll(size):
+            z[e] = z[e] * sigmoid(z[e])
+    for e in T.unroll(size):
+        out[e] = T.cast(T.Select(is_none, 0.0, z[e]), y.dtype)
+    if is_owned:
+        for e in T.vectorized(size):
+            y[y_at, e] = out[e]
+
+
+def build_convolution(dtype, taps, mode, shape=None):
+    """The prim_func; arguments in README.md.
+
+    mode: "exact" for the width `taps` and rows of one sequence each, "general" for widths up to it and any sequences.
+    """
+    is_general, shape = mode == "general", shape or SHAPES[taps, mode]
+    size, turn, blocks = shape.size, shape.turn, shape.blocks_per_sm
+    weight_count, entries = T.dynamic("weight_count"), T.dynamic("entries")
+    bias_count, wide_bias_count = T.dynamic("bias_count"), T.dynamic("wide_bias_count")
+    wide_weight_count = T.dynamic("wide_weight_count")
+    x_vectors, y_vectors = T.dynamic("x_vectors"), T.dynamic("y_vectors")
+    initial_count, final_count = T.dynamic("initial_count"), T.dynamic("final_count")
+
+    @T.prim_func
+    def convolution(
+        x: T.Tensor((x_vectors, size), dtype),
+        weights: T.Tensor((weight_count,), dtype),
+        bias: T.Tensor((bias_count,), dtype),
+        wide_weights: T.Tensor((wide_weight_count,), "float32"),
+        wide_bias: T.Tensor((wide_bias_count,), "float32"),
+        sequence: T.Tensor((entries,), "int32"),
+        initial: T.Tensor((initial_count,), dtype),
+        y: T.Tensor((y_vectors, size), dtype),
+        final: T.Tensor((final_count,), dtype),
+        batch: T.int32,
+        tokens: T.int32,
+        vectors: T.int32,
+        x_row: T.int64,
+        x_token: T.int32,
+        width: T.int32,
+        tokens_per_thread: T.int32,
+        is_wide: T.int32,
+        has_bias: T.int32,
+        is_packed: T.int32,
+        has_initial: T.int32,
+        writes_final: T.int32,
+        silu: T.int32,
+    ):
+        with T.Kernel(
+            T.ceildiv(batch * T.ceildiv(tokens, tokens_per_thread) * vectors, THREADS), threads=THREADS
+        ) as block:
+            T.import_source(FAST_SIGMOID)
+            T.annotate_min_blocks_per_sm(blocks)
+            weight, bias_local = T.alloc_local((taps * size,), "float32"), T.alloc_local((size,), "float32")
+            ring, z = T.alloc_local((taps * size,), "float32"), T.alloc_local((size,), "float32")
+            wide, raw_weight = T.alloc_local((FLOATS,), "float32"), T.alloc_local((taps * size,), dtype)
+            raw_history = T.alloc_local(((taps - 1) * size,), dtype)
+            raw, out = T.alloc_local((turn * size,), dtype), T.alloc_local((size,), dtype)
+            tile, vector, row, tiles, state_at, entry_at = (T.alloc_var("int32") for _ in range(6))
+            first, stop, token, origin, previous, reach, marks = (T.alloc_var("int32") for _ in range(7))
+            x_at, y_at = T.alloc_var("int64"), T.alloc_var("int64")
+            tile = T.truncdiv(block * THREADS + T.get_thread_binding(), vectors)
+            vector = T.truncmod(block * THREADS + T.get_thread_binding(), vectors)
+            tiles = T.truncdiv(tokens + tokens_per_thread - 1, tokens_per_thread)
+            row = T.truncdiv(tile, tiles)
+            first = T.truncmod(tile, tiles) * tokens_per_thread
+            if row < batch:
+                stop = T.min(first + tokens_per_thread, tokens)
+                x_at = row * x_row + first * T.cast(x_token, "int64") + vector
+                y_at = (row * T.cast(tokens, "int64") + first) * vectors + vector
+                state_at = (row * vectors + vector) * size * (width - 1)
+                entry_at = row * tokens
+                load_history(taps, size, raw_history, x, x_at, x_token, first)
+                for i in T.unroll(turn):
+                    load_vector(size, raw, i, x, x_at)
+                    if first + i + 1 < stop:
+                        x_at += x_token
+                load_weights(taps, size, raw_weight, wide, weight, weights, wide_weights, is_wide, vector, width)
+                load_bias(size, raw_weight, bias_local, bias, wide_bias, is_wide, vector, has_bias)
+                place_history(taps, size, raw_history, ring, initial, state_at, first, width, has_initial)
+                if is_general:
+                    find_origin(taps, origin, previous, sequence, entry_at + first, first, is_packed)
+                for part in T.unroll(T.truncdiv(stop - first + turn - 1, turn), unroll_factor=1):
+                    token = first + part * turn
+                    marks = 0
+                    if is_general and is_packed != 0:
+                        mark_tokens(turn, marks, previous, sequence, entry_at + token, stop - token)
+                    for i in T.unroll(turn):
+                        for e in T.unroll(size):
+                            ring[i % taps * size + e] = T.cast(raw[i * size + e], "float32")
+                        load_vector(size, raw, i, x, x_at)
+                        if token + turn + i + 1 < stop:
+                            x_at += x_token
+                        if is_general:
+                            if (marks >> i & 1) != 0:
+                                origin = token + i
+                            reach = T.min(width, token + i - origin + 1)
+                        add_taps(taps, size, z, bias_local, weight, ring, i % taps, reach, is_general)
+                        write_token(size, out, z, (marks >> (turn + i) & 1) != 0, silu, y, y_at, token + i < stop)
+                        y_at += vectors
+                if writes_final != 0 and stop == tokens:
+                    write_final(
+                        size,
+                        raw,
+                        final,
+                        state_at,
+                        x,
+                        row * x_row + vector,
+                        x_token,
+                        initial,
+                        tokens,
+                        width,
+                        has_initial,
+                    )
+
+    return convolution
