@@ -24,7 +24,7 @@ def naive(
         for t in range(tokens):
             total = torch.zeros(channels, dtype=x.dtype) if bias is None else bias.clone()
             for back in range(min(width, t + 1)):
-                if sequence is None or sequence[b, t - back] == sequence[b, t]:
+                if sequence is None or (sequence[b, t - back : t] == sequence[b, t]).all():
                     total = total + weight[:, width - 1 - back] * x[b, :, t - back]
             silent = sequence is not None and sequence[b, t] < 0
             columns.append(torch.zeros_like(total) if silent else F.silu(total) if activation else total)
@@ -60,6 +60,13 @@ def test_values_and_gradients(kernel, width, activation, tokens):
         gradients(fast, (x, weight, bias), dy), gradients(slow, (x, weight, bias), dy), strict=True
     ):
         assert relative_error(actual, expected) <= 1e-12
+
+
+def test_a_number_that_comes_again_begins_another_sequence(kernel):
+    x, weight, bias, _ = example(8, batch=1, tokens=12)
+    sequence = torch.tensor([[0, 1, 0, 0, 1, -1, 1, 1, 2, 1, 1, 1]])
+    y = kernel.causal_conv1d_fn(x, weight, bias, seq_idx=sequence, activation="silu")
+    assert relative_error(y, naive(x, weight, bias, "silu", sequence)) <= 1e-12
 
 
 @pytest.mark.parametrize("packing", ["cu_seqlens", "seq_idx"])
@@ -251,3 +258,35 @@ def test_no_tokens_give_parameters_a_gradient_of_zero(kernel, shape, with_bias):
     y = kernel.causal_conv1d_fn(*leaves, activation="silu")
     for leaf, grad in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
         assert torch.equal(grad, torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+def test_rows_of_an_update_take_their_states_by_index(kernel, dtype, tokens):
+    """Rows without a state give 0, and states that nobody names stay."""
+    x, weight, bias, _ = example(batch=4, tokens=tokens)
+    pool = signed((6, 3, 5), 1001)
+    before, indices = pool.clone(), torch.tensor([4, -1, 0, 5], dtype=dtype)
+    y = kernel.causal_conv1d_update(x, pool, weight, bias, "silu", conv_state_indices=indices)
+    expected = before.clone()
+    for row, slot in enumerate(indices.tolist()):
+        if slot < 0:
+            assert not y[row].any()
+            continue
+        state = before[slot : slot + 1].clone()
+        alone = kernel.causal_conv1d_update(x[row : row + 1], state, weight, bias, "silu")
+        expected[slot] = state[0]
+        assert torch.equal(y[row : row + 1], alone)
+    assert torch.equal(pool, expected)
+
+
+def test_an_update_of_no_rows_changes_nothing(kernel):
+    _, weight, bias, _ = example()
+    pool = signed((6, 3, 5), 1002)
+    before, none = pool.clone(), torch.empty(0, dtype=torch.int32)
+    assert kernel.causal_conv1d_update(torch.empty(0, 3, 2), pool, weight, bias, conv_state_indices=none).shape == (
+        0,
+        3,
+        2,
+    )
+    assert torch.equal(pool, before)

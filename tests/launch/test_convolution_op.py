@@ -1,0 +1,374 @@
+"""The convolution's ops: which kernels they launch with which values, and what they refuse."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from fake_gpu import launches, op, place
+
+D = 48
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the ops, described so that the process with the fakes can make its tensors."""
+
+    batch: int = 2
+    tokens: int = 300
+    channels: int = D
+    width: int = 4
+    dtype: str = "bfloat16"
+    weight_dtype: str = "bfloat16"
+    bias: bool = True
+    packed: bool = False
+    initial: bool = False
+    final: bool = False
+    silu: bool = True
+    padding: int = 16  # channels of the projection that x is a part of
+
+
+def make_arguments(call: Call):
+    """x, weight, bias, sequence, initial; x is a part of a projection."""
+    dtype, weight_dtype = getattr(torch, call.dtype), getattr(torch, call.weight_dtype)
+    projection = torch.zeros(call.batch, call.tokens, call.channels + call.padding, dtype=dtype)
+    return [
+        projection[..., call.padding :],
+        torch.zeros(call.channels, call.width, dtype=weight_dtype),
+        torch.zeros(call.channels, dtype=weight_dtype) if call.bias else None,
+        torch.zeros(call.batch, call.tokens, dtype=torch.int32) if call.packed else None,
+        torch.full((call.batch, call.channels, call.width - 1), 3.0, dtype=dtype) if call.initial else None,
+    ]
+
+
+def addresses_of(**tensors):
+    return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
+
+
+def describe(results):
+    return [(tuple(tensor.shape), str(tensor.dtype)) for tensor in results]
+
+
+def run_forward(call: Call):
+    x, weight, bias, sequence, initial = make_arguments(call)
+    y, final = op("sm90_causal_conv1d_fwd", x, weight, bias, sequence, initial, call.silu, call.final)
+    names = addresses_of(x=x, weight=weight, bias=bias, sequence=sequence, initial=initial, y=y, final=final)
+    return launches(), names, describe((y, final)), final.unique().tolist()
+
+
+def run_backward(call: Call):
+    x, weight, bias, sequence, initial = make_arguments(call)
+    dy = torch.zeros(call.batch, call.tokens, call.channels, dtype=x.dtype)
+    dfinal = torch.full((call.batch, call.channels, call.width - 1), 5.0, dtype=x.dtype) if call.final else None
+    results = op("sm90_causal_conv1d_bwd", x, dy, weight, bias, sequence, initial, dfinal, call.silu)
+    names = addresses_of(x=x, dy=dy, weight=weight, bias=bias, sequence=sequence, initial=initial, dfinal=dfinal)
+    names |= addresses_of(**dict(zip(("dx", "dweight", "dbias", "dinitial"), results, strict=True)))
+    contents = [tensor.unique().tolist() for tensor in results]
+    return launches(), names, describe(results), contents
+
+
+def run_update(call: Call, slots: int, length: int):
+    x, weight, bias, _, _ = make_arguments(call)
+    x = x.transpose(1, 2)
+    state = torch.zeros(slots, call.channels, length, dtype=x.dtype)
+    rows = torch.zeros(call.batch, dtype=torch.int32) if call.packed else None
+    y = op("sm90_causal_conv1d_update", x, state, weight, bias, rows, call.silu)
+    return launches(), addresses_of(x=x, state=state, weight=weight, bias=bias, rows=rows, y=y), describe([y])
+
+
+# Sizes that the compiler leaves out of a kernel's arguments when no address depends on them.
+DROPPABLE = {
+    "bias_count",
+    "dinitial_count",
+    "dfinal_count",
+    "dy_vectors",
+    "dx_vectors",
+    "entries",
+    "final_count",
+    "initial_count",
+    "row_count",
+    "weight_count",
+    "wide_bias_count",
+    "wide_weight_count",
+    "x_vectors",
+    "y_vectors",
+}
+
+
+def assert_arguments(launch, expected):
+    """Every argument that the kernel takes has its expected value."""
+    known = {name: value for name, value in launch.arguments.items() if name not in DROPPABLE}
+    assert known == {name: expected[name] for name in known}
+
+
+# Threads own 4 channels. 2 * 300 tokens of 12 vectors would want one token a thread: rounds of 4 tokens are the least.
+FORWARD_TILE = 4
+TILES = 2 * (300 // FORWARD_TILE)
+FORWARD = {
+    "batch": 2,
+    "tokens": 300,
+    "vectors": D // 4,
+    "x_row": 300 * (D + 16) // 4,
+    "x_token": (D + 16) // 4,
+    "width": 4,
+    "tokens_per_thread": FORWARD_TILE,
+    "is_wide": 0,
+    "has_bias": 1,
+    "is_packed": 0,
+    "has_initial": 0,
+    "writes_final": 0,
+    "silu": 1,
+}
+# In place of an operand that is not there stands x.
+NOTHING = ("bias", "wide_weights", "wide_bias", "sequence", "initial", "final", "dfinal", "dinitial", "dbias")
+
+
+def forward_expectation(names, **changes):
+    expected = dict.fromkeys(NOTHING, names["x"]) | FORWARD
+    return expected | {"x": names["x"], "y": names["y"], "weights": names["weight"], "bias": names["bias"]} | changes
+
+
+def test_the_forward_is_one_launch(product_process):
+    [launch], names, described, _ = product_process.run(run_forward, Call())
+    assert launch.kernel == "convolution_exact_4_bf16_kernel"
+    assert (launch.grid, launch.block) == ((-(-TILES * 12 // 128), 1, 1), (128, 1, 1))
+    assert_arguments(launch, forward_expectation(names))
+    assert described == [((2, 300, D), "torch.bfloat16"), ((0, D, 3), "torch.bfloat16")]
+
+
+def test_the_forward_of_packed_rows_reads_sequences(product_process):
+    [launch], names, _, _ = product_process.run(run_forward, Call(packed=True))
+    assert launch.kernel == "convolution_general_4_bf16_kernel"
+    assert_arguments(launch, forward_expectation(names, sequence=names["sequence"], is_packed=1))
+
+
+def test_states_before_and_after_the_forward(product_process):
+    [launch], names, described, _ = product_process.run(run_forward, Call(initial=True, final=True))
+    states = {"initial": names["initial"], "final": names["final"], "has_initial": 1, "writes_final": 1}
+    assert launch.kernel == "convolution_exact_4_bf16_kernel"
+    assert_arguments(launch, forward_expectation(names, **states))
+    assert described[1] == ((2, D, 3), "torch.bfloat16")
+
+
+def test_wide_weights_are_handed_over_as_such(product_process):
+    [launch], names, _, _ = product_process.run(run_forward, Call(weight_dtype="float32"))
+    wide = {"wide_weights": names["weight"], "wide_bias": names["bias"], "weights": names["x"], "bias": names["x"]}
+    assert_arguments(launch, forward_expectation(names, is_wide=1, **wide))
+
+
+def test_flags_of_the_forward_do_not_stand_for_each_other(product_process):
+    flags = ("has_bias", "has_initial", "writes_final", "silu")
+    plain = Call(bias=False, silu=False)
+    calls = {
+        (0, 0, 0, 0): plain,
+        (1, 0, 0, 0): replace(plain, bias=True),
+        (0, 1, 0, 0): replace(plain, initial=True),
+        (0, 0, 1, 0): replace(plain, final=True),
+        (0, 0, 0, 1): replace(plain, silu=True),
+    }
+    for expected, call in calls.items():
+        [launch], _, _, _ = product_process.run(run_forward, call)
+        assert tuple(launch.arguments[flag] for flag in flags) == expected
+
+
+@pytest.mark.parametrize(
+    ("width", "kernel"),
+    [
+        (1, "general_4"),
+        (2, "general_4"),
+        (3, "general_4"),
+        (4, "exact_4"),
+        (5, "general_8"),
+        (7, "general_8"),
+        (8, "exact_8"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_width_and_dtype_has_its_kernels(product_process, width, kernel, dtype):
+    short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+    call = Call(width=width, dtype=dtype, weight_dtype=dtype)
+    [launch], _, _, _ = product_process.run(run_forward, call)
+    assert launch.kernel == f"convolution_{kernel}_{short}_kernel" and launch.arguments["width"] == width
+    found, _, _, _ = product_process.run(run_backward, call)
+    assert [launch.kernel for launch in found] == [
+        f"convolution_backward_{kernel}_{short}_kernel",
+        f"convolution_gradients_{short}_kernel",
+    ]
+    [launch], _, _ = product_process.run(run_update, call, 2, width)
+    assert launch.kernel == f"convolution_update_{4 if width <= 4 else 8}_{short}_kernel"
+
+
+def test_long_rows_give_threads_more_tokens(product_process):
+    """2 * 40960 tokens of 512 vectors over 132 SMs of 768 threads: 413.7 tokens each; 128 is the most."""
+    [launch], _, _, _ = product_process.run(run_forward, Call(tokens=40_960, channels=2048, padding=0))
+    assert launch.arguments["tokens_per_thread"] == 128
+    [launch], _, _, _ = product_process.run(run_forward, Call(batch=1, tokens=8192, channels=1024, padding=0))
+    assert launch.arguments["tokens_per_thread"] == 24, "20.7, in rounds of 4"
+
+
+BACKWARD_TILE = 1 * 4 + 4 - 3
+BACKWARD_TILES = 2 * (300 // BACKWARD_TILE)
+
+
+def backward_expectation(names, launch, **changes):
+    expected = dict.fromkeys(NOTHING, names["x"]) | FORWARD
+    expected |= {name: names[name] for name in ("x", "dy", "dx", "bias")}
+    expected |= {
+        "weights": names["weight"],
+        "partial": launch.arguments["partial"],
+        "partial_tiles": BACKWARD_TILES,
+        "dy_row": 300 * D // 4,
+        "dy_token": D // 4,
+        "tokens_per_thread": BACKWARD_TILE,
+        "has_dfinal": 0,
+    }
+    return expected | changes
+
+
+def test_the_backward_sums_over_tiles_and_then_over_all(product_process):
+    [backward, gradients], names, described, _ = product_process.run(run_backward, Call())
+    assert backward.kernel == "convolution_backward_exact_4_bf16_kernel"
+    assert backward.grid == (-(-BACKWARD_TILES * 12 // 128), 1, 1)
+    assert_arguments(backward, backward_expectation(names, backward))
+    assert (gradients.kernel, gradients.grid) == ("convolution_gradients_bf16_kernel", (2, 5, 1))
+    expected = {
+        "partial": backward.arguments["partial"],
+        "dweight": names["dweight"],
+        "dbias": names["dbias"],
+        "tiles": BACKWARD_TILES,
+        "rows": 5,
+        "channels": D,
+        "width": 4,
+        "has_bias": 1,
+    }
+    assert_arguments(gradients, expected)
+    bf16 = "torch.bfloat16"
+    assert described == [((2, 300, D), bf16), ((D, 4), bf16), ((D,), bf16), ((0, D, 3), bf16)]
+
+
+def test_without_bias_there_is_no_gradient_of_it(product_process):
+    [_, gradients], _, described, _ = product_process.run(run_backward, Call(bias=False))
+    assert gradients.grid == (2, 4, 1) and gradients.arguments["has_bias"] == 0
+    assert described[2] == ((0,), "torch.bfloat16")
+
+
+def test_wide_weights_have_wide_gradients(product_process):
+    [_, gradients], _, described, _ = product_process.run(run_backward, Call(weight_dtype="float32"))
+    assert gradients.kernel == "convolution_gradients_fp32_kernel"
+    assert [dtype for _, dtype in described[1:3]] == ["torch.float32", "torch.float32"]
+
+
+def test_packed_rows_and_states_have_backwards_of_their_own(product_process):
+    [packed, _], names, _, _ = product_process.run(run_backward, Call(packed=True))
+    assert packed.kernel == "convolution_backward_general_4_bf16_kernel"
+    assert_arguments(packed, backward_expectation(names, packed, sequence=names["sequence"], is_packed=1))
+    [states, _], names, described, _ = product_process.run(run_backward, Call(initial=True, final=True))
+    assert states.kernel == "convolution_backward_states_4_bf16_kernel"
+    found = {name: names[name] for name in ("initial", "dfinal", "dinitial")}
+    assert_arguments(states, backward_expectation(names, states, **found, has_initial=1, has_dfinal=1))
+    assert described[3] == ((2, D, 3), "torch.bfloat16")
+    [states, _], names, _, _ = product_process.run(run_backward, Call(final=True))
+    assert_arguments(states, backward_expectation(names, states, dfinal=names["dfinal"], has_dfinal=1))
+
+
+@pytest.mark.parametrize("call", [Call(tokens=0), Call(batch=0), Call(channels=0, padding=8)])
+def test_without_tokens_nothing_is_launched_and_states_stay(product_process, call):
+    has_states = call.batch * call.channels > 0
+    call = replace(call, final=True)
+    found, _, _, final = product_process.run(run_forward, call)
+    assert (found, final) == ([], [0.0] if has_states else [])
+    found, _, _, final = product_process.run(run_forward, replace(call, initial=True))
+    assert (found, final) == ([], [3.0] if has_states else [])
+    found, _, _, [_, dweight, dbias, dinitial] = product_process.run(run_backward, replace(call, initial=True))
+    assert found == [] and (dinitial == [5.0] if has_states else dinitial == [])
+    assert dweight == dbias == ([0.0] if call.channels else [])
+
+
+def test_the_update_takes_strides_and_states_by_row(product_process):
+    call = Call(batch=3, tokens=2, packed=True)
+    [launch], names, described = product_process.run(run_update, call, 7, 5)
+    assert launch.grid == (1, 3, 1)
+    expected = {
+        **{name: names[name] for name in ("x", "state", "rows", "y", "bias")},
+        "weights": names["weight"],
+        "wide_weights": names["x"],
+        "wide_bias": names["x"],
+        "batch": 3,
+        "channels": D,
+        "count": 2,
+        "slots": 7,
+        "length": 5,
+        **{"x_b": 2 * (D + 16), "x_d": 1, "x_t": D + 16},
+        **{"y_b": 2 * D, "y_d": 1, "y_t": D},
+        **{"s_n": 5 * D, "s_d": 5, "s_t": 1},
+        "width": 4,
+        "is_wide": 0,
+        "has_bias": 1,
+        "has_rows": 1,
+        "silu": 1,
+    }
+    assert_arguments(launch, expected)
+    assert described == [((3, 2, D), "torch.bfloat16")]
+
+
+def call_with(change):
+    """A forward whose arguments went through `change`, a function of this module."""
+    arguments = [*make_arguments(Call(packed=True)), True, False]
+    globals()[change](arguments)
+    op("sm90_causal_conv1d_fwd", *arguments)
+
+
+def with_float32_rows(arguments):
+    arguments[0] = arguments[0].float()
+
+
+def with_odd_channels(arguments):
+    arguments[0] = arguments[0][..., 4:]
+
+
+def with_turned_rows(arguments):
+    arguments[0] = arguments[0].transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def with_one_row_for_all(arguments):
+    arguments[0] = arguments[0][:1].expand(2, -1, -1)
+
+
+def with_nine_taps(arguments):
+    arguments[1] = arguments[1].repeat(1, 3)[:, :9].contiguous()
+
+
+def with_a_bias_of_another_dtype(arguments):
+    arguments[2] = arguments[2].float()
+
+
+def with_long_sequences(arguments):
+    arguments[3] = arguments[3].long()
+
+
+def with_a_sequence_too_few(arguments):
+    arguments[3] = arguments[3][:1]
+
+
+def with_a_weight_elsewhere(arguments):
+    place(arguments[1], 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("with_float32_rows", "x is neither bfloat16 nor float16, which the SM90 kernels take"),
+        ("with_odd_channels", "x has 44 channels and strides (19200, 64, 1); the SM90 convolution needs"),
+        ("with_turned_rows", "x has 48 channels and strides (14400, 1, 300); the SM90 convolution needs"),
+        ("with_one_row_for_all", "x has 48 channels and strides (0, 64, 1); the SM90 convolution needs"),
+        ("with_nine_taps", "weight must be [D, W] with the channels of x and a width from 1 to 8"),
+        ("with_a_bias_of_another_dtype", "bias has a dtype that the SM90 convolution does not take there"),
+        ("with_long_sequences", "sequence has a dtype that the SM90 convolution does not take there"),
+        ("with_a_sequence_too_few", "sequence.shape[0] is 1 and the SM90 convolution takes 2"),
+        ("with_a_weight_elsewhere", "weight is on device 1 and x is on device 0; move it there."),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence_and_no_launch(product_process, change, words):
+    with pytest.raises(RuntimeError) as error:
+        product_process.run(call_with, change)
+    assert words in str(error.value)
+    assert product_process.run(launches) == []

@@ -1,0 +1,369 @@
+// sm90_causal_conv1d_fwd, _bwd and _update: the short convolution on the kernels of flashqla_hub/kernels (see its README
+// for their arguments). Tokens lie in rows of channels; weights are in the dtype of x or in float32.
+#include "../generated/launchers.h"
+#include "../runtime/registration.h"
+#include "../runtime/tensor.h"
+
+namespace flashqla {
+namespace {
+
+constexpr int64_t ALIGNMENT = 16;         // bytes of the addresses that vectors are loaded from
+constexpr int64_t VECTOR = 8;             // channels that the layout of x keeps together
+constexpr int64_t FORWARD_VECTOR = 4;     // channels of a thread of the forward
+constexpr int64_t NARROW = 4, WIDE = 8;   // taps of the two classes of kernels
+constexpr int64_t MULTIPROCESSORS = 132;  // of an H100 or H200
+
+const char* const NAME = "the SM90 convolution";
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Sizes {
+  int64_t batch, tokens, channels, width;
+
+  int64_t taps() const { return width <= NARROW ? NARROW : WIDE; }
+  bool has_outputs() const { return batch * tokens * channels > 0; }
+};
+
+TensorView as_flat(const TensorView& tensor) {
+  return contiguous_view(tensor.name, tensor.data, tensor.dtype, tensor.device, {tensor.element_count()});
+}
+
+// In place of an operand that is not there: the kernel does not look at it.
+TensorView nothing(const char* name, const TensorView& x, int32_t dtype) {
+  return contiguous_view(name, x.data, dtype, x.device, {1});
+}
+
+TensorView flat_or_nothing(const ArgumentTensor& argument, const char* name, const TensorView& x, int32_t dtype) {
+  return argument.has_value() ? as_flat(argument.view()) : nothing(name, x, dtype);
+}
+
+// The memory of [B, T, D] as vectors, from its first element to its last, and how many lie between rows and tokens.
+struct Rows {
+  TensorView vectors;
+  int64_t row, token;
+
+  Rows(const TensorView& x, int64_t vector) {
+    const int64_t span = (x.size[0] - 1) * x.stride[0] + (x.size[1] - 1) * x.stride[1] + x.size[2];
+    vectors = contiguous_view(x.name, x.data, x.dtype, x.device, {span / vector, vector});
+    row = x.stride[0] / vector;
+    token = require_int32(x.stride[1] / vector, NAME, "the distance of two tokens");
+  }
+};
+
+void check_device(const TensorView& tensor, const TensorView& x) {
+  FLASHQLA_CHECK(tensor.device == x.device, "%s is on device %d and x is on device %d; move it there.", tensor.name,
+                 tensor.device, x.device);
+}
+
+// [B, T, D] with contiguous channels, and aligned tokens that do not overlap.
+void check_rows(const TensorView& tensor, const TensorView& x) {
+  check_device(tensor, x);
+  FLASHQLA_CHECK(tensor.rank == 3, "%s has %d dimensions and must have 3, [B, T, D].", tensor.name, tensor.rank);
+  FLASHQLA_CHECK(tensor.dtype == x.dtype, "%s and x have different dtypes; convert %s to that of x.", tensor.name,
+                 tensor.name);
+  for (int axis = 0; axis < 3; axis++) require_size(tensor, NAME, axis, x.size[axis]);
+  if (tensor.element_count() == 0) return;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(tensor.data) % ALIGNMENT == 0 && tensor.size[2] % VECTOR == 0 &&
+                          tensor.stride[0] % VECTOR == 0 && tensor.stride[1] % VECTOR == 0;
+  const bool is_positive = (tensor.size[0] == 1 || tensor.stride[0] > 0) && (tensor.size[1] == 1 || tensor.stride[1] > 0);
+  FLASHQLA_CHECK((tensor.size[2] == 1 || tensor.stride[2] == 1) && is_aligned && is_positive,
+                 "%s has %lld channels and strides (%lld, %lld, %lld); the SM90 convolution needs channels and strides in "
+                 "multiples of 8, the last stride 1, and an address that is a multiple of 16: pass a contiguous copy.",
+                 tensor.name, static_cast<long long>(tensor.size[2]), static_cast<long long>(tensor.stride[0]),
+                 static_cast<long long>(tensor.stride[1]), static_cast<long long>(tensor.stride[2]));
+}
+
+void check_contiguous(const TensorView& tensor, const TensorView& x, int32_t dtype) {
+  check_device(tensor, x);
+  FLASHQLA_CHECK(tensor.dtype == dtype, "%s has a dtype that the SM90 convolution does not take there; convert it.",
+                 tensor.name);
+  FLASHQLA_CHECK(tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data) % ALIGNMENT == 0,
+                 "%s must be contiguous at an address that is a multiple of 16; pass a contiguous copy.", tensor.name);
+}
+
+template <int RANK>
+void check_optional(const ArgumentTensor& argument, const TensorView& x, int32_t dtype, const int64_t (&sizes)[RANK]) {
+  if (!argument.has_value()) return;
+  const TensorView& tensor = argument.view();
+  FLASHQLA_CHECK(tensor.rank == RANK, "%s has %d dimensions and must have %d.", tensor.name, tensor.rank, RANK);
+  for (int axis = 0; axis < RANK; axis++) require_size(tensor, NAME, axis, sizes[axis]);
+  if (tensor.element_count() > 0) check_contiguous(tensor, x, dtype);
+}
+
+// weight [D, W] and bias [D], both in the dtype of x or both in float32.
+struct Weights {
+  bool is_wide;
+  int64_t width;
+  TensorView weight, bias, wide_weight, wide_bias;
+  bool has_bias;
+
+  Weights(const ArgumentTensor& weight_argument, const ArgumentTensor& bias_argument, const TensorView& x,
+          int64_t channels) {
+    const TensorView& w = weight_argument.view();
+    const int32_t float32 = aoti_torch_dtype_float32();
+    is_wide = w.dtype == float32;
+    FLASHQLA_CHECK(w.rank == 2 && w.size[0] == channels && w.size[1] >= 1 && w.size[1] <= WIDE,
+                   "weight must be [D, W] with the channels of x and a width from 1 to 8; use the PyTorch path.");
+    width = w.size[1];
+    check_contiguous(w, x, is_wide ? float32 : x.dtype);
+    check_optional(bias_argument, x, w.dtype, {channels});
+    has_bias = bias_argument.has_value();
+    weight = is_wide ? nothing("weight", x, x.dtype) : as_flat(w);
+    wide_weight = is_wide ? as_flat(w) : nothing("weight", x, float32);
+    const bool has_narrow_bias = has_bias && !is_wide, has_wide_bias = has_bias && is_wide;
+    bias = has_narrow_bias ? as_flat(bias_argument.view()) : nothing("bias", x, x.dtype);
+    wide_bias = has_wide_bias ? as_flat(bias_argument.view()) : nothing("bias", x, float32);
+  }
+};
+
+void check_dtype(const TensorView& x) {
+  FLASHQLA_CHECK(x.dtype == aoti_torch_dtype_bfloat16() || x.dtype == aoti_torch_dtype_float16(),
+                 "x is neither bfloat16 nor float16, which the SM90 kernels take; use the PyTorch path.");
+}
+
+bool is_bfloat16(const TensorView& x) { return x.dtype == aoti_torch_dtype_bfloat16(); }
+
+// Tokens of a thread, in whole rounds: so many that one wave of threads covers all, but not more than `most`. A round is
+// as many tokens as there are taps.
+int64_t choose_tokens(const Sizes& sizes, int64_t vector, int64_t threads_per_sm, int64_t most) {
+  const int64_t threads = MULTIPROCESSORS * threads_per_sm, round = sizes.taps();
+  const int64_t wanted = divide_up(sizes.batch * sizes.tokens * (sizes.channels / vector), threads);
+  return smaller(most, larger(round, divide_up(wanted, round) * round));
+}
+
+void check_thread_count(const Sizes& sizes, int64_t tokens_per_thread, int64_t vector) {
+  const int64_t tiles = sizes.batch * divide_up(sizes.tokens, tokens_per_thread);
+  require_int32(tiles * (sizes.channels / vector), NAME, "the number of threads");
+  require_int32(sizes.batch * sizes.tokens, NAME, "the number of tokens");
+  require_int32(sizes.batch * sizes.channels * WIDE, NAME, "the size of the states");
+}
+
+// Of four kernels the one for the dtype of x and the number of taps.
+template <typename Launch>
+Launch choose_kernel(const Launch (&kernels)[4], const TensorView& x, const Sizes& sizes) {
+  return kernels[(sizes.taps() == NARROW ? 0 : 2) + (is_bfloat16(x) ? 0 : 1)];
+}
+
+using ForwardLaunch = decltype(&launch_convolution_exact_4_bf16);
+
+ForwardLaunch forward_kernel(const TensorView& x, const Sizes& sizes, bool is_packed) {
+  static constexpr ForwardLaunch EXACT[] = {launch_convolution_exact_4_bf16, launch_convolution_exact_4_fp16,
+                                            launch_convolution_exact_8_bf16, launch_convolution_exact_8_fp16};
+  static constexpr ForwardLaunch GENERAL[] = {launch_convolution_general_4_bf16, launch_convolution_general_4_fp16,
+                                              launch_convolution_general_8_bf16, launch_convolution_general_8_fp16};
+  const bool is_exact = !is_packed && sizes.width == sizes.taps();
+  return choose_kernel(is_exact ? EXACT : GENERAL, x, sizes);
+}
+
+void run_forward(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentTensor x_argument, weight, bias, sequence, initial;
+  x_argument.take(stack[0]);
+  weight.take(stack[1]);
+  bias.take_optional(stack[2]);
+  sequence.take_optional(stack[3]);
+  initial.take_optional(stack[4]);
+  const bool silu = as_bool(stack[5]), output_final = as_bool(stack[6]);
+  x_argument.read("x");
+  weight.read("weight");
+  bias.read("bias");
+  sequence.read("sequence");
+  initial.read("initial_states");
+  const TensorView& x = x_argument.view();
+  check_dtype(x);
+  check_rows(x, x);
+  const Weights weights(weight, bias, x, x.size[2]);
+  const Sizes sizes{x.size[0], x.size[1], x.size[2], weights.width};
+  const int64_t history = sizes.width - 1;
+  check_optional(sequence, x, aoti_torch_dtype_int32(), {sizes.batch, sizes.tokens});
+  check_optional(initial, x, x.dtype, {sizes.batch, sizes.channels, history});
+  DeviceScope scope(x.device);
+  NewTensor y, final_states;
+  y.allocate("y", {sizes.batch, sizes.tokens, sizes.channels}, x.dtype, x.device);
+  final_states.allocate("final_states", {output_final ? sizes.batch : 0, sizes.channels, history}, x.dtype, x.device);
+  if (sizes.has_outputs()) {
+    const bool is_packed = sequence.has_value();
+    const int64_t tokens_per_thread = choose_tokens(sizes, FORWARD_VECTOR, sizes.taps() == NARROW ? 768 : 384, 128);
+    check_thread_count(sizes, tokens_per_thread, FORWARD_VECTOR);
+    const Rows rows(x, FORWARD_VECTOR), y_rows(y.view(), FORWARD_VECTOR);
+    const bool has_initial = initial.has_value() && history > 0, writes_final = output_final && history > 0;
+    forward_kernel(x, sizes, is_packed)(
+        scope, rows.vectors, weights.weight, weights.bias, weights.wide_weight, weights.wide_bias,
+        flat_or_nothing(sequence, "sequence", x, aoti_torch_dtype_int32()),
+        has_initial ? as_flat(initial.view()) : nothing("initial_states", x, x.dtype), y_rows.vectors,
+        writes_final ? as_flat(final_states.view()) : nothing("final_states", x, x.dtype),
+        static_cast<int32_t>(sizes.batch), static_cast<int32_t>(sizes.tokens),
+        static_cast<int32_t>(sizes.channels / FORWARD_VECTOR), rows.row, static_cast<int32_t>(rows.token),
+        static_cast<int32_t>(sizes.width), static_cast<int32_t>(tokens_per_thread), weights.is_wide, weights.has_bias,
+        is_packed, has_initial, writes_final, silu);
+  } else if (output_final) {
+    if (initial.has_value()) {
+      final_states.copy_from(initial.handle());
+    } else {
+      final_states.fill_zero();
+    }
+  }
+  stack[0] = y.hand_over();
+  stack[1] = final_states.hand_over();
+}
+
+using BackwardLaunch = decltype(&launch_convolution_backward_exact_4_bf16);
+
+BackwardLaunch backward_kernel(const TensorView& x, const Sizes& sizes, bool is_packed, bool has_states) {
+  static constexpr BackwardLaunch EXACT[] = {
+      launch_convolution_backward_exact_4_bf16, launch_convolution_backward_exact_4_fp16,
+      launch_convolution_backward_exact_8_bf16, launch_convolution_backward_exact_8_fp16};
+  static constexpr BackwardLaunch GENERAL[] = {
+      launch_convolution_backward_general_4_bf16, launch_convolution_backward_general_4_fp16,
+      launch_convolution_backward_general_8_bf16, launch_convolution_backward_general_8_fp16};
+  static constexpr BackwardLaunch STATES[] = {
+      launch_convolution_backward_states_4_bf16, launch_convolution_backward_states_4_fp16,
+      launch_convolution_backward_states_8_bf16, launch_convolution_backward_states_8_fp16};
+  if (has_states) return choose_kernel(STATES, x, sizes);
+  const bool is_exact = !is_packed && sizes.width == sizes.taps();
+  return choose_kernel(is_exact ? EXACT : GENERAL, x, sizes);
+}
+
+void sum_partial(const DeviceScope& scope, const NewTensor& partial, const NewTensor& dweight, const NewTensor& dbias,
+                 const Weights& weights, const Sizes& sizes, int64_t tiles) {
+  const TensorView& dw = dweight.view();
+  const auto launch = dw.dtype == aoti_torch_dtype_float32()    ? launch_convolution_gradients_fp32
+                      : dw.dtype == aoti_torch_dtype_bfloat16() ? launch_convolution_gradients_bf16
+                                                                : launch_convolution_gradients_fp16;
+  const TensorView sums = contiguous_view("partial", partial.view().data, aoti_torch_dtype_float32(), scope.index(),
+                                          {tiles, sizes.taps() + 1, sizes.channels});
+  launch(scope, sums, as_flat(dw), weights.has_bias ? as_flat(dbias.view()) : nothing("dbias", dw, dw.dtype),
+         static_cast<int32_t>(sizes.width), weights.has_bias);
+}
+
+void run_backward(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentTensor x_argument, dy_argument, weight, bias, sequence, initial, dfinal;
+  x_argument.take(stack[0]);
+  dy_argument.take(stack[1]);
+  weight.take(stack[2]);
+  bias.take_optional(stack[3]);
+  sequence.take_optional(stack[4]);
+  initial.take_optional(stack[5]);
+  dfinal.take_optional(stack[6]);
+  const bool silu = as_bool(stack[7]);
+  x_argument.read("x");
+  dy_argument.read("dy");
+  weight.read("weight");
+  bias.read("bias");
+  sequence.read("sequence");
+  initial.read("initial_states");
+  dfinal.read("dfinal_states");
+  const TensorView &x = x_argument.view(), &dy = dy_argument.view();
+  check_dtype(x);
+  check_rows(x, x);
+  check_rows(dy, x);
+  const Weights weights(weight, bias, x, x.size[2]);
+  const Sizes sizes{x.size[0], x.size[1], x.size[2], weights.width};
+  const int64_t history = sizes.width - 1;
+  check_optional(sequence, x, aoti_torch_dtype_int32(), {sizes.batch, sizes.tokens});
+  check_optional(initial, x, x.dtype, {sizes.batch, sizes.channels, history});
+  check_optional(dfinal, x, x.dtype, {sizes.batch, sizes.channels, history});
+  const int32_t weight_dtype = weight.view().dtype;
+  DeviceScope scope(x.device);
+  NewTensor dx, dweight, dbias, dinitial;
+  dx.allocate("dx", {sizes.batch, sizes.tokens, sizes.channels}, x.dtype, x.device);
+  dweight.allocate("dweight", {sizes.channels, sizes.width}, weight_dtype, x.device);
+  dbias.allocate("dbias", {weights.has_bias ? sizes.channels : 0}, weight_dtype, x.device);
+  dinitial.allocate("dinitial_states", {initial.has_value() ? sizes.batch : 0, sizes.channels, history}, x.dtype,
+                    x.device);
+  if (sizes.has_outputs()) {
+    const bool is_packed = sequence.has_value(), has_states = (initial.has_value() || dfinal.has_value()) && history > 0;
+    // A thread also runs over the taps - 1 tokens behind its own, in whole rounds with them.
+    const int64_t vector = sizes.taps() == NARROW ? 4 : 2;  // channels of a thread
+    const int64_t tokens_per_thread = choose_tokens(sizes, vector, 384, 512) + 1;
+    check_thread_count(sizes, tokens_per_thread, vector);
+    const int64_t tiles = sizes.batch * divide_up(sizes.tokens, tokens_per_thread);
+    NewTensor partial;
+    partial.allocate("partial", {tiles, sizes.taps() + 1, sizes.channels / vector, vector},
+                     aoti_torch_dtype_float32(), x.device);
+    const Rows rows(x, vector), dy_rows(dy, vector), dx_rows(dx.view(), vector);
+    const bool has_initial = initial.has_value() && history > 0, has_dfinal = dfinal.has_value() && history > 0;
+    backward_kernel(x, sizes, is_packed, has_states)(
+        scope, rows.vectors, dy_rows.vectors, weights.weight, weights.bias, weights.wide_weight, weights.wide_bias,
+        flat_or_nothing(sequence, "sequence", x, aoti_torch_dtype_int32()),
+        has_initial ? as_flat(initial.view()) : nothing("initial_states", x, x.dtype),
+        has_dfinal ? as_flat(dfinal.view()) : nothing("dfinal_states", x, x.dtype), dx_rows.vectors,
+        has_initial ? as_flat(dinitial.view()) : nothing("dinitial_states", x, x.dtype), partial.view(),
+        static_cast<int32_t>(sizes.batch), static_cast<int32_t>(sizes.tokens), rows.row,
+        static_cast<int32_t>(rows.token), dy_rows.row, static_cast<int32_t>(dy_rows.token),
+        static_cast<int32_t>(sizes.width), static_cast<int32_t>(tokens_per_thread), weights.is_wide, weights.has_bias,
+        is_packed, has_initial, has_dfinal, silu);
+    sum_partial(scope, partial, dweight, dbias, weights, sizes, tiles);
+  } else {
+    dweight.fill_zero();
+    dbias.fill_zero();
+    if (initial.has_value() && dfinal.has_value()) {
+      dinitial.copy_from(dfinal.handle());
+    } else {
+      dinitial.fill_zero();
+    }
+  }
+  stack[0] = dx.hand_over();
+  stack[1] = dweight.hand_over();
+  stack[2] = dbias.hand_over();
+  stack[3] = dinitial.hand_over();
+}
+
+// x [B, D, T] and conv_state [N, D, S] of any strides; rows [B] says which state each row of x has.
+void run_update(StableIValue* stack, uint64_t, uint64_t) {
+  ArgumentTensor x_argument, state_argument, weight, bias, rows;
+  x_argument.take(stack[0]);
+  state_argument.take(stack[1]);
+  weight.take(stack[2]);
+  bias.take_optional(stack[3]);
+  rows.take_optional(stack[4]);
+  const bool silu = as_bool(stack[5]);
+  x_argument.read("x");
+  state_argument.read("conv_state");
+  weight.read("weight");
+  bias.read("bias");
+  rows.read("conv_state_indices");
+  const TensorView &x = x_argument.view(), &state = state_argument.view();
+  check_dtype(x);
+  FLASHQLA_CHECK(x.rank == 3 && state.rank == 3, "x must be [B, D, T] and conv_state [N, D, S]; see the documentation.");
+  check_device(state, x);
+  const Weights weights(weight, bias, x, x.size[1]);
+  FLASHQLA_CHECK(state.dtype == x.dtype, "conv_state and x have different dtypes; use the PyTorch path.");
+  require_size(state, NAME, 1, x.size[1]);
+  FLASHQLA_CHECK(state.size[2] >= weights.width - 1, "conv_state keeps %lld tokens and the convolution needs %lld.",
+                 static_cast<long long>(state.size[2]), static_cast<long long>(weights.width - 1));
+  check_optional(rows, x, aoti_torch_dtype_int32(), {x.size[0]});
+  if (!rows.has_value()) require_size(state, NAME, 0, x.size[0]);
+  DeviceScope scope(x.device);
+  NewTensor y;  // token-major, as the next projection reads it
+  y.allocate("y", {x.size[0], x.size[2], x.size[1]}, x.dtype, x.device);
+  if (x.element_count() > 0) {
+    TensorView turned = contiguous_view("y", y.view().data, x.dtype, x.device, {x.size[0], x.size[1], x.size[2]});
+    turned.stride[1] = 1;
+    turned.stride[2] = x.size[1];
+    const bool is_narrow = weights.width <= NARROW;
+    const auto launch = is_narrow ? (is_bfloat16(x) ? launch_convolution_update_4_bf16 : launch_convolution_update_4_fp16)
+                                  : (is_bfloat16(x) ? launch_convolution_update_8_bf16 : launch_convolution_update_8_fp16);
+    launch(scope, x, state, weights.weight, weights.bias, weights.wide_weight, weights.wide_bias,
+           flat_or_nothing(rows, "conv_state_indices", x, aoti_torch_dtype_int32()), turned,
+           static_cast<int32_t>(weights.width), weights.is_wide, weights.has_bias, rows.has_value(), silu);
+  }
+  stack[0] = y.hand_over();
+}
+
+const OpRegistration forward_registration(
+    "sm90_causal_conv1d_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? sequence, Tensor? initial_states, bool silu, "
+    "bool output_final_states) -> (Tensor y, Tensor final_states)",
+    "sm90_causal_conv1d_fwd", run_forward);
+
+const OpRegistration backward_registration(
+    "sm90_causal_conv1d_bwd(Tensor x, Tensor dy, Tensor weight, Tensor? bias, Tensor? sequence, Tensor? initial_states, "
+    "Tensor? dfinal_states, bool silu) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_states)",
+    "sm90_causal_conv1d_bwd", run_backward);
+
+const OpRegistration update_registration(
+    "sm90_causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, "
+    "Tensor? conv_state_indices, bool silu) -> Tensor y",
+    "sm90_causal_conv1d_update", run_update);
+
+}  // namespace
+}  // namespace flashqla
