@@ -2,6 +2,8 @@
 
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -11,11 +13,11 @@ import typer
 from rich.console import Console
 
 from ..demo import default_source
-from ..package.errors import told_in_one_sentence
+from ..package.errors import PackageError, told_in_one_sentence
 from . import compare, report
 from .implementations import IMPLEMENTATIONS, OURS, explain_missing, isolate, require_called
 from .model import LARGE, SHAPES, TINY
-from .settings import ATTENTIONS, CHECKPOINTING, PRECISIONS, FinetuneError, Settings
+from .settings import ATTENTIONS, CHECKPOINTING, PRECISIONS, FinetuneError, Settings, one_clause
 
 PAGE_WIDTH = 120  # of output that is not a terminal
 RATES = {True: 3e-4, False: 2e-5}  # default learning rates: of random weights, and of trained ones
@@ -119,7 +121,8 @@ def run(settings: Settings, resume: bool, overwrite: bool, verify_packing: bool,
         from .packing import verify
 
         console.print(verify(model, rows, settings), markup=False, highlight=False)
-    measured = train(model, rows, held_out, settings, checkpoint, console)
+    with baseline_failures_told(settings):
+        measured = train(model, rows, held_out, settings, checkpoint, console)
     require_called(settings.kernel)
     if settings.save_model:
         model.save_pretrained(settings.output / "model")
@@ -127,6 +130,19 @@ def run(settings: Settings, resume: bool, overwrite: bool, verify_packing: bool,
     report.write(summary, settings.output / report.REPORT_FILE)
     report.show(summary, console)
     return summary
+
+
+@contextmanager
+def baseline_failures_told(settings: Settings) -> Iterator[None]:
+    """Say in one sentence what stopped a run of another library; of this kernel, the traceback is worth more."""
+    try:
+        yield
+    except PackageError:
+        raise
+    except Exception as error:
+        if settings.kernel == OURS:
+            raise
+        raise FinetuneError(f"{IMPLEMENTATIONS[settings.kernel].title} failed: {one_clause(error)}.") from error
 
 
 def require_ours(settings: Settings, served: dict[str, str]) -> None:

@@ -69,7 +69,8 @@ def _random(settings: Settings) -> tuple["PreTrainedModel", Encode]:
     )
     config._attn_implementation = settings.attention
     torch.manual_seed(settings.seed)
-    model = Qwen3_5ForCausalLM(config)
+    with torch.device(settings.device):  # a GPU draws half a billion weights in no time
+        model = Qwen3_5ForCausalLM(config)
     return model.to(DTYPES[settings.precision]), lambda text: list(text.encode())
 
 

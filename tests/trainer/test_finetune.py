@@ -81,6 +81,19 @@ def test_interrupted_run_says_how_to_go_on(run, monkeypatch):
     assert "interrupted after step 3; the same command with --resume goes on from checkpoint-2." in result.output
 
 
+def test_failure_of_another_library_is_told_in_one_sentence(run, monkeypatch):
+    """As FLA's backward, which refuses some versions of Triton."""
+
+    def refuse(self, *args, **kwargs):
+        raise RuntimeError("Some versions are wrong. Install another\nand a second line")
+
+    monkeypatch.setattr(training._Trainer, "training_step", refuse)
+    result = run("--kernel", "plain")
+    assert result.exit_code == 1
+    assert "error: transformers failed: Some versions are wrong; Install another." in result.output
+    assert isinstance(run().exception, RuntimeError)
+
+
 @pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
 def test_gradient_checkpointing_changes_no_loss(run, tmp_path, kind):
     assert run("--output", "without", "--no-save-model").exit_code == 0
