@@ -1,6 +1,7 @@
 """`python -m flashqla_hub finetune`: options to settings, the run, its report, and the comparisons."""
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,14 +32,29 @@ def require_libraries() -> None:
 
 
 def chosen_device(device: str | None) -> str:
-    """The device that was asked for; by default a GPU if there is one, else the CPU."""
+    """The device that was asked for; by default a GPU if there is one, else the CPU.
+
+    Of several GPUs, this process sees only the chosen one from here on: HF Trainer would take the first, or all of them.
+    """
     if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        chosen = torch.device(device)
+        if chosen.type == "cuda":
+            return _only_gpu(chosen.index or 0)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, IndexError) as error:
         raise FinetuneError(f"device {device} cannot be used here; name one that torch sees, such as cpu.") from error
     return device
+
+
+def _only_gpu(index: int) -> str:
+    """Hide the other GPUs, before CUDA is initialised; IndexError if there is no such one."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    names = listed.split(",")[:count] if listed else [str(each) for each in range(count)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[index].strip()
+    return "cuda"
 
 
 def require_one_of(option: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,10 +1,12 @@
 """`python -m flashqla_hub finetune`, in small."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from flashqla_hub.__main__ import build_app
@@ -153,6 +155,22 @@ def test_comparison_takes_every_option_over(run, monkeypatch):
     CliRunner().invoke(build_app("finetune"), compare.command_of(replace(other, stop_after=2))[3:])
     assert seen[1] == replace(other, stop_after=2)
     assert (other.kernel, other.attention, other.batch_size, other.data) == ("plain-eager", "eager", 3, "some text")
+
+
+@pytest.mark.parametrize(
+    ("device", "listed", "seen"),
+    [(None, None, "0"), ("cuda", "5,7", "5"), ("cuda:1", "5,7", "7"), ("cuda:3", None, "3"), ("cuda:4", None, None)],
+)
+def test_one_gpu_is_seen_by_trainer(monkeypatch, device, listed, seen):
+    """Trainer takes the first GPU that it sees, and spreads a batch over all if there are several."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4 if listed is None else len(listed.split(",")))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed or "")
+    if seen is None:
+        with pytest.raises(FinetuneError, match="device cuda:4 cannot be used here"):
+            command.chosen_device(device)
+    else:
+        assert command.chosen_device(device) == "cuda" and os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
 REFUSED = {
