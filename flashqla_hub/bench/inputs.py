@@ -36,6 +36,7 @@ def make_inputs(lengths, hk: int, hv: int, gates: str, seed: int = 0, device: st
         "dht": randn(count, hv, HEAD_DIM, HEAD_DIM) / 8,
         "cu_seqlens": bounds,
         "cu_seqlens_int64": bounds.long(),
+        "max_length": max(lengths),
         "scale": HEAD_DIM**-0.5,
     }
 

@@ -87,6 +87,7 @@ def _flashinfer(d):
             initial_state=state,
             cu_seqlens=d["cu_seqlens"],
             output_final_state=True,
+            max_seqlen=d["max_length"],  # its default is the total, and plans for that
         )
         return o[None], final.transpose(-1, -2)
 
