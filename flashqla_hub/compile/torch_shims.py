@@ -15,6 +15,7 @@ SINCE = {
     "aoti_torch_dtype_bfloat16": (2, 9),
     "aoti_torch_dtype_float16": (2, 9),
     "aoti_torch_dtype_float32": (2, 9),
+    "aoti_torch_dtype_float64": (2, 9),
     "aoti_torch_dtype_int32": (2, 9),
     "aoti_torch_dtype_int64": (2, 9),
     "aoti_torch_empty_strided": (2, 9),

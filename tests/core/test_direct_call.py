@@ -109,6 +109,49 @@ def test_a_state_that_nobody_wants_is_none(kernel, ways):
     assert state is None and ways == ["direct"]
 
 
+def refuse(*arguments):
+    raise RuntimeError("the compiled op has its own words for it")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"g": torch.zeros(1, 100, 3)}, r"g has shape \[1, 100, 3\]; it must be \[B, T, HV\]"),
+        ({"q": torch.zeros(())}, r"q has shape \[\]; it must have four dimensions"),
+        ({"k": [1.0]}, "k is list; it must be a tensor"),
+        ({"beta": torch.zeros(1, 100, 2, dtype=torch.int64)}, "beta has dtype torch.int64"),
+    ],
+)
+def test_what_the_compiled_op_refuses_gets_its_sentence(kernel, part, ways, monkeypatch, change, sentence):
+    monkeypatch.setattr(part("gated_delta_rule.sm90_path"), "ops", SimpleNamespace(sm90_gated_delta_rule_fwd=refuse))
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        call(kernel, replace(problem(), **change))
+
+
+@pytest.mark.parametrize(
+    "options", [{"scale": "0.1"}, {"scale": torch.ones(())}, {"chunk_size": 64.0}, {"plan": "best"}]
+)
+def test_wrong_options_do_not_reach_the_compiled_op(kernel, ways, options):
+    with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+        call(kernel, problem(), **options)
+    assert ways == []
+
+
+def test_an_error_that_no_rule_explains_is_raised(kernel, part, ways, monkeypatch):
+    monkeypatch.setattr(part("gated_delta_rule.sm90_path"), "ops", SimpleNamespace(sm90_gated_delta_rule_fwd=refuse))
+    with pytest.raises(RuntimeError, match="its own words"):
+        call(kernel, problem())
+
+
+def test_activated_gates_are_direct_too(kernel, ways):
+    p = problem()
+    options = {"use_gate_in_kernel": True, "A_log": torch.zeros(2), "dt_bias": torch.zeros(2)}
+    o, _ = call(kernel, p, **options, use_beta_sigmoid_in_kernel=True)
+    g, beta = -torch.nn.functional.softplus(p.g), p.beta.sigmoid()
+    expected, _ = call(kernel, replace(p, g=g, beta=beta))
+    assert ways == ["direct"] * 2 and relative_error(o, expected) <= 1e-6
+
+
 class Watcher(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
@@ -202,4 +245,4 @@ def test_an_inference_call_makes_few_python_calls(kernel, part, ways, monkeypatc
         call(kernel, p)
     finally:
         sys.setprofile(None)
-    assert len(entered) <= 25, entered
+    assert len(entered) <= 22, entered

@@ -39,7 +39,7 @@ ARROWS = {
         "gated_delta_rule.gates",
         "gated_delta_rule.autograd",
     },
-    "gated_delta_rule.autograd": {"gated_delta_rule.ops"},
+    "gated_delta_rule.autograd": {"checks", "gated_delta_rule.ops"},
     "gated_delta_rule.ops": {
         GENERATED,
         "checks",

@@ -319,6 +319,10 @@ def as_double(tensor):
     return tensor.double()
 
 
+def as_whole_numbers(tensor):
+    return tensor.int()
+
+
 def without_last_dim(tensor):
     return tensor[..., 0]
 
@@ -343,6 +347,10 @@ def with_odd_rows(tensor):
     return torch.nn.functional.pad(tensor, (0, 1))[..., :128]
 
 
+def with_a_batch_of_rows(tensor):
+    return tensor[None]
+
+
 def with_a_batch_of_two(tensor):
     return torch.cat([tensor, tensor])
 
@@ -362,6 +370,16 @@ def with_a_batch_of_two(tensor):
         (0, "with_odd_rows", "need the last to be 1, the others multiples of 8, and the first T times the second"),
         (5, "with_a_token_less", "initial_state.shape[1] is 3 and the SM90 forward takes 4"),
         (6, "as_double", "cu_seqlens must be int32 or int64"),
+        (6, "with_a_batch_of_rows", "cu_seqlens must be one-dimensional with N + 1 entries"),
+        (0, "without_last_dim", "q has 3 dimensions and must have 4"),
+        (1, "with_half_the_dim", "k has head dim 64 and the SM90 kernels take 128"),
+        (1, "with_a_token_less", "k.shape[1] is 299 and q gives 300"),
+        (4, "with_a_token_less", "beta.shape[1] is 299 and v gives 300"),
+        (3, "without_last_dim", "g has 2 dimensions and must have 3"),
+        (3, "as_whole_numbers", "g must be bfloat16, float16, float32 or float64; pass g.float()"),
+        (4, "as_whole_numbers", "beta must be bfloat16, float16, float32 or float64"),
+        (5, "as_whole_numbers", "initial_state must be bfloat16, float16, float32 or float64"),
+        (5, "without_last_dim", "initial_state has 3 dimensions and must have 4"),
     ],
 )
 def test_a_wrong_argument_is_one_sentence_and_no_launch(product_process, index, change, words):

@@ -8,6 +8,8 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -29,9 +31,9 @@ def can_call_directly(*tensors: Optional[Tensor]) -> bool:
     """
     if (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.maybe_current_level() is not None
-        or torch._C._get_tracing_state() is not None
+        or _len_torch_dispatch_stack()
+        or maybe_current_level() is not None
+        or _get_tracing_state() is not None
         or forward_ad._current_level >= 0
     ):
         return False
@@ -83,7 +85,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, name: str, row: Tensor, flattened: str)
 
 def check_cu_seqlens_values(cu_seqlens: Tensor, num_tokens: int) -> None:
     """Raise ValueError unless cu_seqlens starts at 0, never decreases and ends within the row."""
-    if cu_seqlens.device.type != "cpu" and os.environ.get(CHECK_CU_SEQLENS, "0") != "1":
+    if not cu_seqlens.is_cpu and os.environ.get(CHECK_CU_SEQLENS, "0") != "1":
         return
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0:

@@ -120,6 +120,15 @@ def chunk_gated_delta_rule(
         state_v_first=state_v_first,
         use_gate_in_kernel=use_gate_in_kernel,
     )
+    inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
+    activates = use_gate_in_kernel or use_beta_sigmoid_in_kernel or allow_neg_eigval
+    if not activates and A_log is None and dt_bias is None and validation.are_sound_options(scale, chunk_size):
+        # The compiled op checks tensors itself, in a tenth of the time. What it refuses comes back, to get its sentence here.
+        direct = autograd.forward_directly(
+            *inputs, scale, use_qk_l2norm_in_kernel, state_v_first, output_final_state, plan
+        )
+        if direct is not None:
+            return direct
     validation.check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first)
     validation.check_plan(plan)
     validation.check_gate_options(use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, v)
@@ -127,20 +136,16 @@ def chunk_gated_delta_rule(
         g = gates.log_decay(g, A_log, dt_bias)
     if use_beta_sigmoid_in_kernel:
         beta = gates.writing_strength(beta, allow_neg_eigval)
+    inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if activates:
+        direct = autograd.forward_directly(
+            *inputs, scale, use_qk_l2norm_in_kernel, state_v_first, output_final_state, plan
+        )
+        if direct is not None:
+            return direct
     return autograd.forward(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
-        cu_seqlens,
-        q.shape[-1] ** -0.5 if scale is None else float(scale),
-        use_qk_l2norm_in_kernel,
-        chunk_size,
-        state_v_first,
-        output_final_state,
-        plan,
+        *inputs, scale, use_qk_l2norm_in_kernel, chunk_size, state_v_first, output_final_state, plan
     )
 
 

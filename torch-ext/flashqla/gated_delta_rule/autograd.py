@@ -3,12 +3,24 @@
 Also the two ops as they are, for callers that keep the residuals themselves.
 """
 
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
+from ..checks import can_call_directly
 from . import ops
+
+
+def forward_directly(
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
+) -> Optional[Tuple[Tensor, Optional[Tensor]]]:
+    """What `forward` returns, by the compiled op itself, if no gradient is wanted and the op takes the arguments; else None."""
+    if not can_call_directly(q, k, v, g, beta, initial_state, cu_seqlens):
+        return None
+    return ops.forward_directly(
+        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
+    )
 
 
 def forward(
@@ -30,12 +42,6 @@ def forward(
 
     Residuals are kept only if a gradient can be asked for.
     """
-    direct = ops.forward_directly(
-        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
-    )
-    if direct is not None:
-        o, final_state = direct
-        return o, final_state if output_final_state else None
     inputs = (q, k, v, g, beta, state_k_first(initial_state, state_v_first))
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     o, final_state, _ = ops.ops.gated_delta_rule_fwd(

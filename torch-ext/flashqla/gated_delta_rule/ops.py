@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix, ops
-from ..checks import can_call_directly, check_cu_seqlens_values
+from ..checks import check_cu_seqlens_values
 from ..sm90 import notice_torch_path
 from . import capability, sm90_path, torch_path, validation
 
@@ -46,19 +46,22 @@ def gated_delta_rule_fwd(
 
 def forward_directly(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
-) -> Optional[Tuple[Tensor, Tensor]]:
-    """o and the final state in the layout asked for, by the compiled op itself; None where the op above has to be called.
+) -> Optional[Tuple[Tensor, Optional[Tensor]]]:
+    """o and the final state in the layout asked for, by the compiled op; None for whatever it does not take.
 
-    That op is for autograd and tracers. Where neither looks, its dispatch would cost twice the host time of the kernels.
+    The op above is for autograd and tracers. Where neither looks, its dispatch would cost more host time than the kernels'
+    launches. The arguments may be anything: their rules are checked after a failure, which names the one that was broken.
     """
-    if not can_call_directly(q, k, v, g, beta, initial_state, cu_seqlens):
+    try:
+        if capability.explain_unsupported(q, k, v, g, beta) is not None:
+            return None
+        _check_bounds(cu_seqlens, q)
+        o, final_state = sm90_path.call(
+            q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
+        )
+    except Exception:  # the caller goes the checked way, where the same error is raised again if no rule explains it
         return None
-    if capability.explain_unsupported(q, k, v, g, beta) is not None:
-        return None
-    _check_bounds(cu_seqlens, q)
-    return sm90_path.call(
-        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
-    )
+    return o, final_state if output_final_state else None
 
 
 def gated_delta_rule_bwd(

@@ -62,6 +62,11 @@ def check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size,
         _check_state("initial_state", q, v, initial_state, cu_seqlens, state_v_first)
 
 
+def are_sound_options(scale, chunk_size) -> bool:
+    """Whether they keep their rules; False for what only `check_inputs` can tell."""
+    return (scale is None or type(scale) in (float, int)) and type(chunk_size) is int and chunk_size in CHUNK_SIZES
+
+
 def _are_sound(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first) -> bool:
     """The rules of `check_inputs` without their sentences, in one pass over the attributes, since every call pays for it.
 
@@ -83,8 +88,7 @@ def _are_sound(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, s
         and (dtype in FLOATING and q.dtype == dtype and k.dtype == dtype)
         and (g.dtype in FLOATING and beta.dtype in FLOATING)
         and (q.device == device and k.device == device and g.device == device and beta.device == device)
-        and (scale is None or type(scale) in (float, int))
-        and (type(chunk_size) is int and chunk_size in CHUNK_SIZES)
+        and are_sound_options(scale, chunk_size)
         and (cu_seqlens is None or _are_sound_bounds(cu_seqlens, batch, device))
         and (
             initial_state is None

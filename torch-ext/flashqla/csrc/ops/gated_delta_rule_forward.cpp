@@ -88,9 +88,17 @@ void check_rows(const TensorView& tensor, const TensorView& q) {
       static_cast<long long>(tensor.stride[2]), static_cast<long long>(tensor.stride[3]), tensor.name);
 }
 
+void check_floating(const TensorView& tensor) {
+  const int32_t dtype = tensor.dtype;
+  FLASHQLA_CHECK(dtype == aoti_torch_dtype_float32() || dtype == aoti_torch_dtype_bfloat16() ||
+                     dtype == aoti_torch_dtype_float16() || dtype == aoti_torch_dtype_float64(),
+                 "%s must be bfloat16, float16, float32 or float64; pass %s.float().", tensor.name, tensor.name);
+}
+
 // g and beta: [B, T, HV] of any floating dtype and layout.
 void check_gate(const TensorView& tensor, const TensorView& v) {
   check_device(tensor, v);
+  check_floating(tensor);
   FLASHQLA_CHECK(tensor.rank == 3, "%s has %d dimensions and must have 3, [B, T, HV].", tensor.name, tensor.rank);
   for (int axis = 0; axis < 3; axis++) check_same_size(tensor, axis, v.size[axis], "v");
 }
@@ -142,6 +150,7 @@ Sizes read_sizes(const Arguments& arguments) {
   if (arguments.initial_state.has_value()) {
     const TensorView& state = arguments.initial_state.view();
     check_device(state, q);
+    check_floating(state);
     FLASHQLA_CHECK(state.rank == 4, "initial_state has %d dimensions and must have 4, [N, HV, 128, 128].", state.rank);
     const int64_t expected[] = {sizes.sequences, sizes.v_heads, HEAD_DIM, HEAD_DIM};
     for (int axis = 0; axis < 4; axis++) require_size(state, "the SM90 forward", axis, expected[axis]);

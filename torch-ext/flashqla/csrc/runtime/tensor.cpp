@@ -40,7 +40,8 @@ TensorView read_view(AtenTensorHandle handle, const char* name) {
 
 int64_t bytes_of(int32_t dtype) {
   if (dtype == aoti_torch_dtype_bfloat16() || dtype == aoti_torch_dtype_float16()) return 2;
-  return dtype == aoti_torch_dtype_int64() ? 8 : 4;  // the others are 32 bits wide
+  const bool is_wide = dtype == aoti_torch_dtype_int64() || dtype == aoti_torch_dtype_float64();
+  return is_wide ? 8 : 4;
 }
 
 AtenTensorHandle as_handle(StableIValue value) {

@@ -28,6 +28,7 @@ int32_t aoti_torch_device_type_cuda();
 int32_t aoti_torch_dtype_bfloat16();
 int32_t aoti_torch_dtype_float16();
 int32_t aoti_torch_dtype_float32();
+int32_t aoti_torch_dtype_float64();
 int32_t aoti_torch_dtype_int32();
 int32_t aoti_torch_dtype_int64();
 
