@@ -1,6 +1,6 @@
 """Which inputs the SM90 kernels take, and a sentence for those they do not."""
 
-from typing import Iterator, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -17,15 +17,12 @@ def explain_unsupported(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 
     Usable before the call, and on a machine without a GPU. Tensors as in `chunk_gated_delta_rule`.
     """
-    return next(_reasons(q, v), None)
-
-
-def _reasons(q: Tensor, v: Tensor) -> Iterator[str]:
     reason = explain_device(q.device, SM90_FORWARD)
     if reason is not None:
-        yield reason
+        return reason
     if q.dtype not in SM90_DTYPES:
-        yield f"q has dtype {q.dtype}, and the SM90 kernels take bfloat16 and float16"
+        return f"q has dtype {q.dtype}, and the SM90 kernels take bfloat16 and float16"
     for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
         if size != SM90_HEAD_DIM:
-            yield f"{name} is {size}, and the SM90 kernels take head size {SM90_HEAD_DIM}"
+            return f"{name} is {size}, and the SM90 kernels take head size {SM90_HEAD_DIM}"
+    return None

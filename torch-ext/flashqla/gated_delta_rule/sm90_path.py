@@ -67,8 +67,10 @@ def call(
 def _loadable(x: Tensor) -> Tensor:
     """x [B, T, H, D] itself if tiles can be loaded from it, as from a view of a packed projection; else a copy.
 
-    An expanded tensor, with a stride of 0, is copied: a tensor map describes memory, not repetition.
+    An expanded tensor, with a stride of 0, is copied: a tensor map describes memory, not repetition. D is a multiple of 8.
     """
+    if x.is_contiguous() and x.data_ptr() % BASE_ALIGNMENT == 0:
+        return x
     batch, tokens, heads, _ = x.shape
     batch_stride, token_stride, head_stride, stride = x.stride()
     if (
