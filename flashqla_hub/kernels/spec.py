@@ -7,6 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+WIDE_DTYPES = DTYPES | {"fp32": "float32"}
+STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 CONVOLUTION_TAPS = (4, 8)  # kernels for widths up to 4 and up to 8
 
@@ -143,6 +145,119 @@ class ConvolutionUpdateSpec:
         return build_convolution_update(DTYPES[self.dtype], self.taps)
 
 
+@dataclass(frozen=True)
+class NormSpec:
+    """The gated RMS norm."""
+
+    dtype: str
+    # Four rows a thread: x and g in, y out, and a weight of either width.
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 11, "STG": 4, "HMUL2": 4})
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"norm_{self.dtype}"
+
+    def build(self) -> Any:
+        from .norm import build_norm
+
+        return build_norm(DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class NormBackwardSpec:
+    """Gradients of the gated RMS norm."""
+
+    dtype: str
+    # Two rows a thread: x, g and dy in, dx and dg out, a weight of either width, and a share of its gradient.
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 9, "STG": 5})
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"norm_backward_{self.dtype}"
+
+    def build(self) -> Any:
+        from .norm_backward import build_norm_backward
+
+        return build_norm_backward(DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class PartialSumsSpec:
+    """Sums over the parts that the blocks of a backward kernel have left."""
+
+    dtype: str
+    # It waits for the kernel before it on the stream.
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"ACQBULK": 1})
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"partial_sums_{self.dtype}"
+
+    def build(self) -> Any:
+        from .partial_sums import build_partial_sums
+
+        return build_partial_sums(DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class GatesSpec:
+    """Gate activations of the layer."""
+
+    dtype: str
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"MUFU": 4, "STG": 8})
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"gates_{self.dtype}"
+
+    def build(self) -> Any:
+        from .gates import build_gates
+
+        return build_gates(WIDE_DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class GatesBackwardSpec:
+    """Gradients of the gate activations."""
+
+    dtype: str
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"MUFU": 4, "STG": 3})
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"gates_backward_{self.dtype}"
+
+    def build(self) -> Any:
+        from .gates_backward import build_gates_backward
+
+        return build_gates_backward(WIDE_DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """The recurrence token by token, on states in one of two layouts."""
+
+    dtype: str
+    v_first: bool
+    state: str
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 16, "STG": 5})
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"decode_{self.dtype}_{'vk' if self.v_first else 'kv'}_{self.state}"
+
+    def build(self) -> Any:
+        from .decode import build_decode
+
+        return build_decode(DTYPES[self.dtype], self.v_first, STATE_DTYPES[self.state])
+
+
 SPECS = (
     *(FactorSpec(dtype) for dtype in DTYPES),
     *(RecurrenceSpec(dtype) for dtype in DTYPES),
@@ -150,4 +265,10 @@ SPECS = (
     *(ConvolutionBackwardSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS, ("exact", "general", "states"))),
     *(ConvolutionGradientsSpec(dtype) for dtype in (*DTYPES, "fp32")),
     *(ConvolutionUpdateSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS)),
+    *(NormSpec(dtype) for dtype in DTYPES),
+    *(NormBackwardSpec(dtype) for dtype in DTYPES),
+    *(PartialSumsSpec(dtype) for dtype in DTYPES),
+    *(GatesSpec(dtype) for dtype in WIDE_DTYPES),
+    *(GatesBackwardSpec(dtype) for dtype in WIDE_DTYPES),
+    *(DecodeSpec(dtype, v_first, state) for dtype in DTYPES for v_first in (False, True) for state in STATE_DTYPES),
 )

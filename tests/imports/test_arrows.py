@@ -15,8 +15,8 @@ MODULES = {".".join(path.relative_to(SHIPPED).with_suffix("").parts).removesuffi
 ARROWS = {
     "__init__": {"layers", "causal_conv1d", "gated_delta_rule", "gated_norm"},
     "checks": set(),
-    "keywords": set(),
     "sm90": {GENERATED},
+    "keywords": set(),
     "gated_delta_net": {
         "causal_conv1d",
         "causal_conv1d.validation",
@@ -30,15 +30,21 @@ ARROWS = {
         "gated_delta_net",
         "gated_delta_rule",
         "gated_norm",
-        "gated_norm.api",
+        "gated_norm.torch_path",
         "keywords",
     },
     "gated_delta_rule": {"gated_delta_rule.api", "gated_delta_rule.capability"},
     "gated_delta_rule.api": {
+        "sm90",
         "gated_delta_rule.validation",
-        "gated_delta_rule.gates",
+        "gated_delta_rule.gate_ops",
+        "gated_delta_rule.recurrent_ops",
+        "gated_delta_rule.pool",
         "gated_delta_rule.autograd",
     },
+    "gated_delta_rule.gate_ops": {GENERATED, "checks", "sm90", "gated_delta_rule.gates"},
+    "gated_delta_rule.recurrent_ops": {GENERATED, "checks", "sm90"},
+    "gated_delta_rule.pool": set(),
     "gated_delta_rule.autograd": {"checks", "gated_delta_rule.ops"},
     "gated_delta_rule.ops": {
         GENERATED,
@@ -71,7 +77,18 @@ ARROWS = {
     "causal_conv1d.torch_path": set(),
     "causal_conv1d.validation": {"checks"},
     "gated_norm": {"gated_norm.api"},
-    "gated_norm.api": {"checks"},
+    "gated_norm.api": {
+        "checks",
+        "sm90",
+        "gated_norm.autograd",
+        "gated_norm.capability",
+        "gated_norm.torch_path",
+    },
+    "gated_norm.autograd": {"gated_norm.ops"},
+    "gated_norm.ops": {GENERATED, "checks", "gated_norm.sm90_path"},
+    "gated_norm.sm90_path": {GENERATED},
+    "gated_norm.capability": {"sm90"},
+    "gated_norm.torch_path": set(),
 }
 
 

@@ -134,7 +134,7 @@ class _Launch(ctypes.Structure):
         ("argument_count", ctypes.c_uint32),
         ("stream", ctypes.c_uint64),
         ("context", ctypes.c_uint64),
-        ("arguments", (ctypes.c_ubyte * 128) * 32),
+        ("arguments", (ctypes.c_ubyte * 128) * 64),
     )
 
 

@@ -15,7 +15,7 @@ from .causal_conv1d.validation import ACTIVATIONS as _CONV_ACTIVATIONS
 from .gated_delta_rule import chunk_gated_delta_rule as _chunk_gated_delta_rule
 from .gated_delta_rule import fused_recurrent_gated_delta_rule as _fused_recurrent_gated_delta_rule
 from .gated_norm import rms_norm_gated as _rms_norm_gated
-from .gated_norm.api import ACTIVATIONS as _GATE_ACTIVATIONS
+from .gated_norm.torch_path import ACTIVATIONS as _GATE_ACTIVATIONS
 
 __all__ = [
     "Qwen3NextGatedDeltaNet",

@@ -1,10 +1,12 @@
 """Public functions of the gated delta rule: validate, activate gates, call the op."""
 
+from functools import partial
 from typing import NamedTuple, Optional, Tuple
 
 from torch import Tensor
 
-from . import autograd, gates, validation
+from ..sm90 import notice_torch_path
+from . import autograd, gate_ops, pool, recurrent_ops, validation
 
 __all__ = [
     "chunk_gated_delta_rule",
@@ -132,10 +134,11 @@ def chunk_gated_delta_rule(
     validation.check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first)
     validation.check_plan(plan)
     validation.check_gate_options(use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, v)
-    if use_gate_in_kernel:
-        g = gates.log_decay(g, A_log, dt_bias)
-    if use_beta_sigmoid_in_kernel:
-        beta = gates.writing_strength(beta, allow_neg_eigval)
+    if use_gate_in_kernel or use_beta_sigmoid_in_kernel:
+        raw = (g if use_gate_in_kernel else None, beta if use_beta_sigmoid_in_kernel else None)
+        activated_g, activated_beta = gate_ops.activate(*raw, A_log, dt_bias, allow_neg_eigval)
+        g = g if activated_g is None else activated_g
+        beta = beta if activated_beta is None else activated_beta
     inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if activates:
@@ -168,18 +171,26 @@ def fused_recurrent_gated_delta_rule(
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Optional[Tensor] = None,
+    *,
+    state_indices: Optional[Tensor] = None,
     **unknown,
 ) -> Tuple[Tensor, Optional[Tensor]]:
     """Gated delta rule for a few tokens, as in generation: the same function as `chunk_gated_delta_rule`.
+
+    On SM90, without gradients, sequences of up to 16 tokens are served by one launch that reads and writes each state once
+    and activates gates and strengths on the way; longer ones, and other inputs, as `chunk_gated_delta_rule` serves them.
 
     Args:
         g: log decay [B, T, HV]; None means 0, a state that never decays.
         beta: writing strength [B, T, HV]; None means 1.
         gk, gv: gates per channel belong to other models; must be None.
+        state_indices: [N] int32 or int64: `initial_state` is a pool [slots, HV, K, V] of which sequence n has the state
+            `state_indices[n]`. The states are updated in place, so this is for inference, and no two sequences may have
+            the same. A sequence whose index lies outside the pool, such as -1, is skipped: its outputs are 0.
         The others as in `chunk_gated_delta_rule`.
 
     Returns:
-        o [B, T, HV, V] and the final state or None, as `chunk_gated_delta_rule`.
+        o [B, T, HV, V] and the final state or None, as `chunk_gated_delta_rule`; with `state_indices` the pool itself.
 
     Raises:
         ValueError, TypeError: as `chunk_gated_delta_rule`.
@@ -192,24 +203,52 @@ def fused_recurrent_gated_delta_rule(
         g = v.new_zeros(v.shape[:3])
     if beta is None:
         beta = v.new_ones(v.shape[:3])
-    return chunk_gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale,
-        initial_state,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        state_v_first,
-        cu_seqlens,
+    validation.check_flags(
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        use_gate_in_kernel=use_gate_in_kernel,
+    )
+    in_place = state_indices is not None
+    states = None if in_place else initial_state
+    validation.check_inputs(q, k, v, g, beta, scale, states, cu_seqlens, 64, state_v_first)
+    validation.check_gate_options(use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, v)
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if in_place:
+        validation.check_pool(q, v, initial_state, state_indices, sequences, state_v_first)
+        validation.check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
+    pool_if_wanted = initial_state if output_final_state else None
+    inputs = (q, k, v, g, beta, A_log, dt_bias)
+    unsupported = recurrent_ops.explain_unsupported(inputs[:3], inputs[3:], initial_state, sequences, in_place)
+    if unsupported is None:
+        strength = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        options = (cu_seqlens, scale, strength, use_qk_l2norm_in_kernel, state_v_first)
+        if in_place:
+            return recurrent_ops.update(*inputs, initial_state, state_indices, *options), pool_if_wanted
+        o, final_state = recurrent_ops.forward(*inputs, initial_state, *options, output_final_state)
+        return o, final_state if output_final_state else None
+
+    by_chunks = partial(
+        chunk_gated_delta_rule,
+        *inputs[:5],
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
         use_gate_in_kernel=use_gate_in_kernel,
         A_log=A_log,
         dt_bias=dt_bias,
     )
+    if not in_place:
+        return by_chunks(initial_state=initial_state, output_final_state=output_final_state)
+    if q.is_cuda:
+        notice_torch_path("the update of pooled states", unsupported)
+    return pool.update(by_chunks, initial_state, state_indices, cu_seqlens), pool_if_wanted
 
 
 def chunk_gated_delta_rule_fwd(

@@ -122,6 +122,39 @@ def _is_sound_state(state, sequences: int, sizes: tuple, device) -> bool:
     )
 
 
+def check_pool(q, v, states, state_indices, sequences: int, state_v_first: bool) -> None:
+    """Raise unless `states` is a pool of states and `state_indices` names one for each sequence."""
+    if states is None:
+        raise ValueError("initial_state is None with state_indices; pass the pool of states that they point into.")
+    if not isinstance(state_indices, Tensor) or state_indices.dtype not in (torch.int32, torch.int64):
+        kind = state_indices.dtype if isinstance(state_indices, Tensor) else _kind(state_indices)
+        raise TypeError(f"state_indices is {kind}; it must be an int32 or int64 tensor: pass it with .to(torch.int32).")
+    if _shape(state_indices) != [sequences]:
+        raise ValueError(
+            f"state_indices has shape {_shape(state_indices)}; it must be [N] = [{sequences}], one entry per sequence: "
+            "pass -1 for sequences to skip."
+        )
+    check_floating("initial_state", states)
+    for name, x in (("initial_state", states), ("state_indices", state_indices)):
+        check_device(name, x, "v", v)
+    sizes = [v.shape[3], q.shape[3]] if state_v_first else [q.shape[3], v.shape[3]]
+    if _shape(states)[1:] != [v.shape[2], *sizes]:
+        layout = "[slots, HV, V, K]" if state_v_first else "[slots, HV, K, V]"
+        raise ValueError(
+            f"initial_state has shape {_shape(states)}; with state_indices it must be a pool {layout}, behind the first "
+            f"axis {[v.shape[2], *sizes]}: check state_v_first."
+        )
+
+
+def check_no_gradient(*tensors: Optional[Tensor]) -> None:
+    """Raise where autograd would have to follow an update in place."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise ValueError(
+            "state_indices is given and an input requires a gradient, but states of a pool are updated in place: "
+            "call under torch.no_grad(), or pass the states without state_indices."
+        )
+
+
 def check_gradients(q, v, residuals, do, dht, cu_seqlens, state_v_first) -> None:
     """Raise for gradients that do not fit the outputs they belong to, and for residuals that are no tensor."""
     check_floating("residuals", residuals)

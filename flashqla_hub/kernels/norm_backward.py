@@ -1,0 +1,159 @@
+"""Gated RMS norm, backward (SM90). With r = 1 / sqrt(mean(x^2) + eps), n = r x, p = weight n and y = p act(g):
+
+    dg = dy p act'(g)      dp = dy act(g)      dweight = sum over all rows of dp n
+    dx = r (dp weight - n mean(dp weight n))
+
+n and p in dg and dweight are rounded as in the forward (`norm.py`); gradients are float32 until they are written.
+
+Reads        x g dy [tokens, heads, 128] · weight [128] of that dtype or f32
+Writes       dx dg [tokens, heads, 128] · parts [blocks, 128] f32, a block's share of dweight, for `partial_sums.py`
+
+Threads      half a warp a row, 16 bytes a thread; block b takes the groups b, b + blocks, ... of TURNS times 16 rows
+"""
+
+import tilelang.language as T
+
+from ._rows import (
+    EIGHT,
+    LANES,
+    ROWS_PER_TURN,
+    THREADS,
+    Weight,
+    inverse_root,
+    load_row,
+    load_weight,
+    multiply_weight,
+    sigmoid,
+    store_row,
+    sum_over_row,
+)
+from ._sm90 import HEAD_DIM
+
+TURNS = 2
+ROWS = TURNS * ROWS_PER_TURN
+BLOCKS_PER_SM = 3
+
+
+@T.macro
+def differentiate_gate(dtype, normed, gates, grads, turn, w, is_wide, is_silu, dproduct, dg):
+    """dg[turn], and the gradient dp of the product, of eight numbers of a row; `normed` is rounded."""
+    product = T.alloc_local((EIGHT,), "float32")
+    gate, opening, slope, grad = (T.alloc_var("float32") for _ in range(4))
+    multiply_weight(dtype, normed, w, is_wide, product)
+    for e in T.unroll(EIGHT):
+        gate, grad = T.cast(gates[turn, e], "float32"), T.cast(grads[turn, e], "float32")
+        opening = sigmoid(gate)
+        slope = opening * (1.0 - opening)
+        dg[turn, e] = T.cast(grad * product[e] * T.Select(is_silu != 0, opening + gate * slope, slope), dtype)
+        dproduct[e] = grad * (opening * T.Select(is_silu != 0, gate, 1.0))
+
+
+@T.macro
+def differentiate_row(dtype, values, gates, grads, turn, w, inverse, is_wide, is_silu, total, dx, dg):
+    """dx[turn] and dg[turn] of eight numbers of a row; its share of dweight is added to `total`."""
+    normed, rounded = T.alloc_local((EIGHT,), "float32"), T.alloc_local((EIGHT,), dtype)
+    dproduct, along = T.alloc_local((EIGHT,), "float32"), T.alloc_local((1,), "float32")
+    for e in T.unroll(EIGHT):
+        normed[e] = T.cast(values[turn, e], "float32") * inverse[turn]
+    for e in T.vectorized(EIGHT):
+        rounded[e] = T.cast(normed[e], dtype)
+    differentiate_gate(dtype, rounded, gates, grads, turn, w, is_wide, is_silu, dproduct, dg)
+    along[0] = 0.0
+    for e in T.unroll(EIGHT):
+        total[e] += dproduct[e] * T.cast(rounded[e], "float32")
+        dproduct[e] *= w.wide[e]
+        along[0] += dproduct[e] * normed[e]
+    sum_over_row(along, 0)
+    for e in T.unroll(EIGHT):
+        dx[turn, e] = T.cast(inverse[turn] * (dproduct[e] - normed[e] * (along[0] * (1.0 / HEAD_DIM))), dtype)
+
+
+@T.macro
+def write_part(total, shares, parts, block, thread):
+    """The block's share of dweight: its rows' totals, added in the order of the rows of a group."""
+    for e in T.vectorized(EIGHT):
+        shares[thread // LANES, (thread % LANES) * EIGHT + e] = total[e]
+    T.sync_threads()
+    share = T.alloc_var("float32")
+    share = 0.0
+    if thread < HEAD_DIM:
+        for row in T.unroll(ROWS_PER_TURN):
+            share += shares[row, thread]
+        parts[block, thread] = share
+
+
+def build_norm_backward(dtype):
+    """The prim_func for x, g and dy of `dtype`; arguments in README.md."""
+    tokens, heads, blocks = T.dynamic("tokens"), T.dynamic("heads"), T.dynamic("blocks")
+    x_t, x_h, g_t, g_h, dy_t, dy_h = (T.dynamic(name, "int64") for name in ("x_t", "x_h", "g_t", "g_h", "dy_t", "dy_h"))
+    dx_t, dx_h, dg_t, dg_h = (T.dynamic(name, "int64") for name in ("dx_t", "dx_h", "dg_t", "dg_h"))
+    shape = (tokens, heads, HEAD_DIM)
+
+    @T.prim_func
+    def norm_backward(
+        x: T.StridedTensor(shape, (x_t, x_h, 1), dtype),
+        g: T.StridedTensor(shape, (g_t, g_h, 1), dtype),
+        dy: T.StridedTensor(shape, (dy_t, dy_h, 1), dtype),
+        weight: T.Tensor((HEAD_DIM,), dtype),
+        wide_weight: T.Tensor((HEAD_DIM,), "float32"),
+        dx: T.StridedTensor(shape, (dx_t, dx_h, 1), dtype),
+        dg: T.StridedTensor(shape, (dg_t, dg_h, 1), dtype),
+        parts: T.Tensor((blocks, HEAD_DIM), "float32"),
+        eps: T.float32,
+        is_wide: T.int32,
+        is_silu: T.int32,
+    ):
+        with T.Kernel(blocks, threads=THREADS) as block:
+            T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
+            T.assume(x_t % EIGHT == 0)
+            T.assume(x_h % EIGHT == 0)
+            T.assume(g_t % EIGHT == 0)
+            T.assume(g_h % EIGHT == 0)
+            T.assume(dy_t % EIGHT == 0)
+            T.assume(dy_h % EIGHT == 0)
+            T.assume(dx_t % EIGHT == 0)
+            T.assume(dx_h % EIGHT == 0)
+            T.assume(dg_t % EIGHT == 0)
+            T.assume(dg_h % EIGHT == 0)
+            thread = T.get_thread_binding()
+            column = (thread % LANES) * EIGHT
+            shares = T.alloc_shared((ROWS_PER_TURN, HEAD_DIM), "float32")
+            values, gates, grads, out_x, out_g = (T.alloc_local((TURNS, EIGHT), dtype) for _ in range(5))
+            w, inverse = Weight(dtype), T.alloc_local((TURNS,), "float32")
+            total, row, first = T.alloc_local((EIGHT,), "float32"), T.alloc_var("int32"), T.alloc_var("int32")
+            load_weight(w, weight, wide_weight, is_wide, column)
+            for e in T.unroll(EIGHT):
+                total[e] = 0.0
+            for group in T.serial(T.truncdiv(tokens * heads - block * ROWS + blocks * ROWS - 1, blocks * ROWS)):
+                first = (group * blocks + block) * ROWS + thread // LANES
+                for turn in T.unroll(TURNS):
+                    row = T.min(first + turn * ROWS_PER_TURN, tokens * heads - 1)
+                    load_row(x, row, column, values, turn)
+                    load_row(g, row, column, gates, turn)
+                    load_row(dy, row, column, grads, turn)
+                for turn in T.unroll(TURNS):
+                    row = first + turn * ROWS_PER_TURN
+                    if row >= tokens * heads:
+                        for e in T.unroll(EIGHT):
+                            grads[turn, e] = T.cast(0, dtype)
+                    inverse_root(values, turn, eps, inverse)
+                    differentiate_row(
+                        dtype,
+                        values,
+                        gates,
+                        grads,
+                        turn,
+                        w,
+                        inverse,
+                        is_wide,
+                        is_silu,
+                        total,
+                        out_x,
+                        out_g,
+                    )
+                    if row < tokens * heads:
+                        store_row(dx, row, column, out_x, turn)
+                        store_row(dg, row, column, out_g, turn)
+            write_part(total, shares, parts, block, thread)
+
+    return norm_backward

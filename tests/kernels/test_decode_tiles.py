@@ -1,0 +1,81 @@
+"""Which numbers of a state the threads of the decode kernel hold; no compiler and no GPU."""
+
+from collections import Counter
+
+import pytest
+
+from flashqla_hub.kernels._decode_tiles import ACCESS, DecodeLayout
+from flashqla_hub.kernels._sm90 import BYTES, HEAD_DIM, REGISTER_FILE, WARP
+
+LAYOUTS = [DecodeLayout(v_first, dtype) for v_first in (False, True) for dtype in ("float32", "bfloat16")]
+
+
+def threads(layout):
+    return [(tile, warp, lane) for tile in range(layout.tiles) for warp in range(layout.warps) for lane in range(WARP)]
+
+
+def keys_of(layout, lane):
+    """The keys of a thread, in the order of its registers."""
+    pieces = range(layout.keys // layout.key_width)
+    return [layout.first_key(lane) + layout.piece(i) + e for i in pieces for e in range(layout.key_width)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_number_of_a_state_has_one_thread(layout):
+    offsets = Counter(
+        layout.offset(access, *thread) + e
+        for thread in threads(layout)
+        for access in range(layout.accesses)
+        for e in range(layout.columns)
+    )
+    assert offsets == Counter(range(HEAD_DIM * HEAD_DIM))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_numbers_belong_to_the_keys_and_values_that_are_loaded(layout):
+    for tile, warp, lane in threads(layout):
+        keys, first_value = keys_of(layout, lane), layout.first_value(tile, warp, lane)
+        assert len(keys) == layout.keys
+        for n in range(layout.numbers):
+            access, e = divmod(n, layout.columns)
+            row, column = divmod(layout.offset(access, tile, warp, lane) + e, HEAD_DIM)
+            key, value = (column, row) if layout.v_first else (row, column)
+            assert (key, value) == (keys[layout.key(n)], first_value + layout.value(n))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_accesses_are_aligned_and_lanes_side_by_side_read_whole_sectors(layout):
+    size = BYTES[layout.state_dtype]
+    for tile, warp, lane in threads(layout):
+        for access in range(layout.accesses):
+            start = layout.offset(access, tile, warp, lane) * size
+            assert start % ACCESS == 0
+            if lane % layout.run:
+                assert start - layout.offset(access, tile, warp, lane - 1) * size == ACCESS
+    assert layout.run * ACCESS % 32 == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_lanes_that_exchange_sums_hold_all_keys_of_the_same_values(layout):
+    reached = {0}
+    for step in layout.steps:
+        reached |= {lane ^ step for lane in reached}
+    assert len({layout.first_value(0, 0, lane) for lane in reached}) == 1
+    assert sorted(key for lane in reached for key in keys_of(layout, lane)) == list(range(HEAD_DIM))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_output_is_written_once(layout):
+    written = [
+        layout.first_value(*thread) + e
+        for thread in threads(layout)
+        if layout.writes(thread[2])
+        for e in range(layout.values)
+    ]
+    assert sorted(written) == list(range(HEAD_DIM))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_blocks_leave_room_for_the_numbers_and_half_as_many_registers_again(layout):
+    registers = REGISTER_FILE // (layout.blocks_per_sm * layout.warps * WARP)
+    assert registers >= layout.numbers * 3 // 2 + 32
