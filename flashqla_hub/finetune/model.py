@@ -71,7 +71,12 @@ def _random(settings: Settings) -> tuple["PreTrainedModel", Encode]:
     torch.manual_seed(settings.seed)
     with torch.device(settings.device):  # a GPU draws half a billion weights in no time
         model = Qwen3_5ForCausalLM(config)
-    return model.to(DTYPES[settings.precision]), lambda text: list(text.encode())
+    return model.to(DTYPES[settings.precision]), bytes_of
+
+
+def bytes_of(text: str) -> torch.Tensor:
+    """Tokens [N] of a model that reads bytes."""
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _pretrained(settings: Settings) -> tuple["PreTrainedModel", Encode]:

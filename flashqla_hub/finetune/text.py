@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from .settings import FinetuneError, Settings, one_clause
 
 TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".cpp", ".h", ".js", ".rs", ".go", ".java")
-Encode = Callable[[str], list[int]]
+Encode = Callable[[str], list[int] | Tensor]
 
 
 def read_documents(data: str | None, column: str) -> list[str]:
@@ -108,7 +108,7 @@ class Corpus:
 
 def join(documents: Iterable[str], encode: Encode) -> Corpus:
     """The tokens of all documents, in their order."""
-    parts = [torch.tensor(encode(document), dtype=torch.int32) for document in documents]
+    parts = [torch.as_tensor(encode(document), dtype=torch.int32) for document in documents]
     lengths = torch.tensor([len(part) for part in parts])
     return Corpus(torch.cat(parts), lengths.cumsum(0) - lengths)
 
