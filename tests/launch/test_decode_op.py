@@ -29,6 +29,7 @@ class Call:
     strength: float = 2.0
     indices: tuple[int, ...] | None = None
     index_dtype: str = "int64"
+    in_place: bool = False  # without indices
 
 
 def make_arguments(call: Call) -> list[Any]:
@@ -46,7 +47,9 @@ def make_arguments(call: Call) -> list[Any]:
         states.append(torch.tensor(call.indices, dtype=getattr(torch, call.index_dtype)))
     offsets = None if call.offsets is None else torch.tensor(call.offsets, dtype=getattr(torch, call.offset_dtype))
     options = [0.25, call.strength, call.l2norm, call.v_first]
-    if call.indices is None:
+    if call.in_place:
+        states.append(None)
+    elif call.indices is None:
         options.append(call.output_final_state)
     return [*projection, *gates, *parameters, *states, offsets, *options]
 
@@ -54,11 +57,11 @@ def make_arguments(call: Call) -> list[Any]:
 def run(call: Call):
     """The recorded launches, the addresses of all tensors by name, and what came back in brief."""
     arguments = make_arguments(call)
-    name = "sm90_fused_recurrent_fwd" if call.indices is None else "sm90_fused_recurrent_update"
-    results = op(name, *arguments)
-    results = results if call.indices is None else (results,)
+    updates = call.indices is not None or call.in_place
+    results = op("sm90_fused_recurrent_update" if updates else "sm90_fused_recurrent_fwd", *arguments)
+    results = (results,) if updates else results
     names = ["q", "k", "v", "g", "beta", "A_log", "dt_bias", "states"]
-    names += ["offsets"] if call.indices is None else ["indices", "offsets"]
+    names += ["indices", "offsets"] if updates else ["offsets"]
     addresses = {name: tensor.data_ptr() for name, tensor in zip(names, arguments, strict=False) if tensor is not None}
     addresses |= {name: tensor.data_ptr() for name, tensor in zip(("o", "final"), results, strict=False)}
     return launches(), addresses, [(tuple(result.shape), str(result.dtype)) for result in results]
@@ -113,6 +116,12 @@ def test_a_pool_is_addressed_by_its_indices(product_process, index_dtype, words)
     [decode], addresses, described = product_process.run(run, call)
     changes = {"slots": 9, "new_states": addresses["states"], "indices": addresses["indices"], "words_per_index": words}
     assert_arguments(decode, expected_arguments(addresses, 5, 5, index_words=5 * words, **changes))
+    assert described == [((5, 1, HV, D), "torch.bfloat16")]
+
+
+def test_states_without_indices_are_moved_on_where_they_lie(product_process):
+    [decode], addresses, described = product_process.run(run, Call(in_place=True))
+    assert_arguments(decode, expected_arguments(addresses, 5, 5, new_states=addresses["states"]))
     assert described == [((5, 1, HV, D), "torch.bfloat16")]
 
 

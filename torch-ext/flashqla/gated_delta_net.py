@@ -173,8 +173,11 @@ def _recur(layer, mixed, value_dim, b, a, cache, past, seq_idx, cu_seqlens) -> T
     else:
         g = log_decay(a, layer.A_log, layer.dt_bias)
         gate = {"g": restart_where_sequence_changes(g, seq_idx, None)}
-    one_step = past.recurrent is not None and q.shape[1] == 1
-    rule = fused_recurrent_gated_delta_rule if one_step else chunk_gated_delta_rule
+    rule = chunk_gated_delta_rule
+    if past.recurrent is not None and q.shape[1] == 1:
+        # Where no gradient is wanted the state moves on in its place, and the cache has nothing left to copy.
+        rule = fused_recurrent_gated_delta_rule
+        gate["inplace_final_state"] = not torch.is_grad_enabled()
     return rule(
         q,
         k,

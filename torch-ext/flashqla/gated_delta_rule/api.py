@@ -173,6 +173,7 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Optional[Tensor] = None,
     *,
     state_indices: Optional[Tensor] = None,
+    inplace_final_state: bool = False,
     **unknown,
 ) -> Tuple[Tensor, Optional[Tensor]]:
     """Gated delta rule for a few tokens, as in generation: the same function as `chunk_gated_delta_rule`.
@@ -187,10 +188,13 @@ def fused_recurrent_gated_delta_rule(
         state_indices: [N] int32 or int64: `initial_state` is a pool [slots, HV, K, V] of which sequence n has the state
             `state_indices[n]`. The states are updated in place, so this is for inference, and no two sequences may have
             the same. A sequence whose index lies outside the pool, such as -1, is skipped: its outputs are 0.
+        inplace_final_state: without `state_indices`, write the final states where the initial ones [N, HV, K, V] lie; for
+            inference too.
         The others as in `chunk_gated_delta_rule`.
 
     Returns:
-        o [B, T, HV, V] and the final state or None, as `chunk_gated_delta_rule`; with `state_indices` the pool itself.
+        o [B, T, HV, V] and the final state or None, as `chunk_gated_delta_rule`; `initial_state` itself where it is updated in
+        place.
 
     Raises:
         ValueError, TypeError: as `chunk_gated_delta_rule`.
@@ -210,15 +214,20 @@ def fused_recurrent_gated_delta_rule(
         allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
         use_gate_in_kernel=use_gate_in_kernel,
+        inplace_final_state=inplace_final_state,
     )
-    in_place = state_indices is not None
-    states = None if in_place else initial_state
+    pooled = state_indices is not None
+    in_place = pooled or inplace_final_state
+    states = None if pooled else initial_state
     validation.check_inputs(q, k, v, g, beta, scale, states, cu_seqlens, 64, state_v_first)
     validation.check_gate_options(use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, v)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if in_place:
+    if pooled:
         validation.check_pool(q, v, initial_state, state_indices, sequences, state_v_first)
-        validation.check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
+    if in_place:
+        validation.check_in_place(initial_state)
+        name = "state_indices" if pooled else "inplace_final_state"
+        validation.check_no_gradient(name, q, k, v, g, beta, A_log, dt_bias, initial_state)
     pool_if_wanted = initial_state if output_final_state else None
     inputs = (q, k, v, g, beta, A_log, dt_bias)
     unsupported = recurrent_ops.explain_unsupported(inputs[:3], inputs[3:], initial_state, sequences, in_place)
@@ -247,7 +256,7 @@ def fused_recurrent_gated_delta_rule(
     if not in_place:
         return by_chunks(initial_state=initial_state, output_final_state=output_final_state)
     if q.is_cuda:
-        notice_torch_path("the update of pooled states", unsupported)
+        notice_torch_path("the update of states in place", unsupported)
     return pool.update(by_chunks, initial_state, state_indices, cu_seqlens), pool_if_wanted
 
 

@@ -7,15 +7,19 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def update(run: Callable, states: Tensor, state_indices: Tensor, cu_seqlens: Optional[Tensor]) -> Tensor:
+def update(run: Callable, states: Tensor, state_indices: Optional[Tensor], cu_seqlens: Optional[Tensor]) -> Tensor:
     """o of all sequences, 0 for skipped ones; writes their final states back to the pool.
 
     Args:
         run: the chunk form with all arguments but `initial_state` and `output_final_state`.
         states: the pool [slots, ...], written in place.
-        state_indices: [N]; a sequence whose index lies outside the pool is skipped.
+        state_indices: [N]; a sequence whose index lies outside the pool is skipped. None: sequence n has the nth state.
         cu_seqlens: bounds of packed sequences, or None where each row of o is one.
     """
+    if state_indices is None:
+        o, final = run(initial_state=states, output_final_state=True)
+        states.copy_(final)
+        return o
     taken = (state_indices >= 0) & (state_indices < states.shape[0])
     if states.shape[0] == 0:
         initial = states.new_zeros(len(state_indices), *states.shape[1:])

@@ -103,17 +103,18 @@ def fused_recurrent_update(
     A_log: Optional[Tensor],
     dt_bias: Optional[Tensor],
     states: Tensor,
-    state_indices: Tensor,
+    state_indices: Optional[Tensor],
     cu_seqlens: Optional[Tensor],
     scale: float,
     strength: float,
     use_qk_l2norm: bool,
     state_v_first: bool,
 ) -> Tensor:
-    """o [B, T, HV, 128]; moves the states of the pool on where they lie."""
+    """o [B, T, HV, 128]; moves the states of the pool on where they lie, of sequence n the nth if there are no indices."""
     tensors = _token_inputs(q, k, v, g, beta, A_log, dt_bias)
     bounds, options = _contiguous(cu_seqlens, q.shape[1]), (scale, strength, use_qk_l2norm, state_v_first)
-    return ops.sm90_fused_recurrent_update(*tensors, states, state_indices.contiguous(), bounds, *options)
+    indices = None if state_indices is None else state_indices.contiguous()
+    return ops.sm90_fused_recurrent_update(*tensors, states, indices, bounds, *options)
 
 
 def forward(*arguments):

@@ -146,12 +146,20 @@ def check_pool(q, v, states, state_indices, sequences: int, state_v_first: bool)
         )
 
 
-def check_no_gradient(*tensors: Optional[Tensor]) -> None:
+def check_in_place(states: Optional[Tensor]) -> None:
+    """Raise unless there are states to update in place."""
+    if states is None:
+        raise ValueError(
+            "inplace_final_state is True and initial_state is None; pass the states that are to be updated, zeros at first."
+        )
+
+
+def check_no_gradient(name: str, *tensors: Optional[Tensor]) -> None:
     """Raise where autograd would have to follow an update in place."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError(
-            "state_indices is given and an input requires a gradient, but states of a pool are updated in place: "
-            "call under torch.no_grad(), or pass the states without state_indices."
+            f"{name} is given and an input requires a gradient, but the states are updated in place: "
+            f"call under torch.no_grad(), or leave {name} out."
         )
 
 

@@ -227,13 +227,16 @@ void run_update(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments;
   arguments.take_token_inputs(stack);
   arguments.states.take(stack[7]);
-  arguments.indices.take(stack[8]);
+  arguments.indices.take_optional(stack[8]);
   arguments.cu_seqlens.take_optional(stack[9]);
   arguments.take_options(stack + 10);
   arguments.read();
   Decode decode(arguments);
   decode.allocate_outputs();
   const TensorView states = decode.as_states(arguments.states.view());
+  FLASHQLA_CHECK(arguments.indices.has_value() || states.size[0] == decode.sequences(),
+                 "the state must have one entry for each of the %lld sequences, since there are no state_indices.",
+                 static_cast<long long>(decode.sequences()));
   decode.run(states, states, true, true);
   stack[0] = decode.hand_over();
 }
@@ -245,7 +248,7 @@ const OpRegistration forward(
     "sm90_fused_recurrent_fwd", run_forward);
 const OpRegistration update(
     "sm90_fused_recurrent_update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
-    "Tensor(a!) states, Tensor state_indices, Tensor? cu_seqlens, float scale, float strength, bool use_qk_l2norm, "
+    "Tensor(a!) states, Tensor? state_indices, Tensor? cu_seqlens, float scale, float strength, bool use_qk_l2norm, "
     "bool state_v_first) -> Tensor",
     "sm90_fused_recurrent_update", run_update);
 
