@@ -42,6 +42,9 @@ COMMANDS = {
     "bench-layer": Command(
         "flashqla_hub.bench.layer", "bench_layer_command", "Time a whole layer with and without the kernel on a GPU."
     ),
+    "bench-around": Command(
+        "flashqla_hub.bench.around", "bench_around_command", "Time gated norm, gates and decode step on a GPU."
+    ),
     "bench-report": Command("flashqla_hub.bench.report", "report_command", "Print the table of benchmark records."),
 }
 
