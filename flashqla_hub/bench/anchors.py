@@ -30,4 +30,6 @@ def explain_slow(record: dict) -> str | None:
     if anchor is None or "ms" not in record or record["ms"] <= TOLERANCE * anchor["ms"]:
         return None
     percent = (record["ms"] / anchor["ms"] - 1) * 100
-    return f"{percent:.0f} % slower than its anchor of {anchor['ms']:.4f} ms"
+    buffers = record.get("buffers", 1)
+    cold = f", which read one copy of its inputs and not {buffers} in turn" if buffers > 1 else ""
+    return f"{percent:.0f} % slower than its anchor of {anchor['ms']:.4f} ms{cold}"

@@ -15,7 +15,7 @@ import torch
 GRAPH_CALLS = 10
 GRAPH_REPLAYS = 5
 EAGER_CALLS = 30
-HOST_CALLS, HOST_REPEATS = 20, 5
+HOST_CALLS, HOST_REPEATS = 10, 20
 L2_SIZES = 2  # inputs that are read in turn take at least this many times the L2 cache
 
 

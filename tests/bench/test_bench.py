@@ -150,6 +150,7 @@ def test_a_peer_slower_than_its_anchor_voids_the_comparison():
     assert anchors.find(PEER)["ms"] == 0.2338
     assert anchors.explain_slow(PEER) is None
     assert anchors.explain_slow({**PEER, "ms": 0.28}) == "20 % slower than its anchor of 0.2338 ms"
+    assert anchors.explain_slow({**PEER, "ms": 0.28, "buffers": 4}).endswith("and not 4 in turn")
     assert command.complete({**PEER, "ms": 0.28}, Row(2, 8, "1x32768"))["void"]
 
 
