@@ -212,6 +212,16 @@ def test_a_call_that_somebody_watches_goes_through_the_wrapping_op(kernel, ways,
     assert ways and set(ways) == {"wrapped"}
 
 
+def test_training_does_without_the_dispatch_of_the_op(kernel, part, ways, monkeypatch):
+    p = problem()
+    p.k.requires_grad_()
+    with monkeypatch.context() as without_ops:
+        without_ops.setattr(part("gated_delta_rule.ops"), "ops", SimpleNamespace())
+        o, state = call(kernel, p)
+    (dk,) = torch.autograd.grad((o, state), p.k, (p.do, p.dht))
+    assert ways == ["wrapped"] and relative_error(dk, truth(p).dk) <= 1e-4
+
+
 def test_no_grad_makes_a_training_call_direct(kernel, ways):
     p = problem()
     p.k.requires_grad_()

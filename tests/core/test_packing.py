@@ -258,7 +258,7 @@ def test_a_batch_with_bounds_is_refused(kernel):
 class BoundsOnGpu:
     """Stands in for bounds on a GPU, where reading values waits for it."""
 
-    device = torch.device("cuda")
+    device, is_cpu = torch.device("cuda"), False
 
     def tolist(self) -> list[int]:
         return [0, 9]

@@ -23,11 +23,10 @@ CHECK_CU_SEQLENS = "FLASHQLA_CHECK_CU_SEQLENS"
 PLAIN_TYPES = (Tensor, Parameter)
 
 
-def can_call_directly(*tensors: Optional[Tensor]) -> bool:
-    """Whether a compiled op may be called as it is, without the op around it that autograd and tracers know.
+def is_eager(*tensors: Optional[Tensor]) -> bool:
+    """Whether none but autograd has to see a call: nothing traces, watches or transforms it, and every tensor is a plain one.
 
-    True if no gradient is wanted, nothing traces, watches or transforms the call, and every tensor is a plain one; None
-    stands for an argument that is left out. It costs about a microsecond and saves the wrapping op, about 25.
+    None stands for an argument that is left out.
     """
     if (
         torch.compiler.is_compiling()
@@ -37,11 +36,22 @@ def can_call_directly(*tensors: Optional[Tensor]) -> bool:
         or forward_ad._current_level >= 0
     ):
         return False
-    records = torch.is_grad_enabled()
     for x in tensors:
-        if x is not None and (type(x) not in PLAIN_TYPES or (records and x.requires_grad)):
+        if x is not None and type(x) not in PLAIN_TYPES:
             return False
     return True
+
+
+def can_call_directly(*tensors: Optional[Tensor]) -> bool:
+    """Whether a compiled op may be called as it is, without the op around it that autograd and tracers know.
+
+    True if the call is eager and no gradient is wanted. It costs about a microsecond and saves the wrapping op, about 25.
+    """
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and getattr(x, "requires_grad", True):
+                return False
+    return is_eager(*tensors)
 
 
 def check_floating(name: str, x: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..checks import can_call_directly
+from ..checks import can_call_directly, is_eager
 from . import ops
 
 
@@ -44,9 +44,11 @@ def forward(
     """
     inputs = (q, k, v, g, beta, state_k_first(initial_state, state_v_first))
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    o, final_state, _ = ops.ops.gated_delta_rule_fwd(
-        *inputs, cu_seqlens, scale, use_qk_l2norm, chunk_size, differentiable, plan
-    )
+    options = (cu_seqlens, scale, use_qk_l2norm, chunk_size)
+    if differentiable and is_eager(*inputs, cu_seqlens):
+        o, final_state = _Forward.apply(*inputs, *options, plan)
+    else:
+        o, final_state, _ = ops.ops.gated_delta_rule_fwd(*inputs, *options, differentiable, plan)
     return o, public_state(final_state, output_final_state, state_v_first)
 
 
@@ -88,6 +90,21 @@ def _backward(ctx, do: Optional[Tensor], dht: Optional[Tensor], _):
     )
     dh0 = None if initial_state is None else dh0.to(initial_state.dtype)
     return (*grads, dh0, *[None] * 6)
+
+
+class _Forward(torch.autograd.Function):
+    """The op with its formulas where only autograd looks: its dispatch costs more host time than this."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        *inputs, plan = arguments
+        output = ops.gated_delta_rule_fwd(*inputs, True, plan)
+        _setup_context(ctx, inputs, output)
+        return output[:2]
+
+    @staticmethod
+    def backward(ctx, do, dht):
+        return _backward(ctx, do, dht, None)[:-1]
 
 
 ops.define(_setup_context, _backward)
