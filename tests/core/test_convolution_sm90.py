@@ -120,6 +120,7 @@ LAYOUTS = {
     "channels last": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "part of a projection": lambda x: F.pad(x.transpose(1, 2), (8, 16))[..., 8:-16].transpose(1, 2),
     "part at an odd place": lambda x: F.pad(x.transpose(1, 2), (3, 5))[..., 3:-5].transpose(1, 2),
+    "dense at an odd address": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
     "one row for the batch": lambda x: x[:1].expand(x.shape),
     "every second token": lambda x: x.repeat_interleave(2, dim=2)[..., ::2],
 }

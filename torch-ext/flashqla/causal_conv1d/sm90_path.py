@@ -92,7 +92,8 @@ def _rows(x: Tensor) -> Tensor:
     ):
         return x if tokens > 1 and batch > 1 else x.as_strided(x.shape, _strides(x))
     copy = x.contiguous(memory_format=torch.contiguous_format)
-    return copy.clone() if copy.data_ptr() % ALIGNMENT else copy
+    copy = copy.clone() if copy.data_ptr() % ALIGNMENT else copy
+    return copy.as_strided(copy.shape, (tokens * channels, channels, 1))  # whatever strides a size of 1 has been given
 
 
 def _strides(x: Tensor) -> Tuple[int, int, int]:
