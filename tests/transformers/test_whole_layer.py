@@ -390,3 +390,15 @@ def test_layer_is_one_graph(net):
         assert_close(compiled(x, **options), net(x, **options).detach())
     compiled(x).sum().backward()
     assert x.grad is not None
+
+
+def test_step_on_a_cache_is_one_graph(net, cache, plain):
+    """I5: as generation with a static cache compiles it."""
+    others = DynamicCache(config=plain.config)
+    x = hidden(2, 12)
+    with torch.no_grad():
+        for filled in (cache, others):
+            net(x, cache_params=filled)
+        compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+        for step in hidden(2, 3).split(1, dim=1):
+            assert_close(compiled(step, cache_params=cache), net(step, cache_params=others))

@@ -124,7 +124,7 @@ def _compute(layer, project, hidden_states, cache, past, attention_mask, keyword
     o, state = _recur(layer, mixed, z.shape[-1], b, a, cache, past, seq_idx, cu_seqlens)
     if cache is not None:
         cache.update_recurrent_state(state, layer.layer_idx)
-    normed = layer.norm(o, z.unflatten(-1, o.shape[2:]))
+    normed = layer.norm(o, _heads(z, o.shape[3]))
     return layer.out_proj(normed.flatten(2))
 
 
@@ -166,8 +166,7 @@ def _recur(layer, mixed, value_dim, b, a, cache, past, seq_idx, cu_seqlens) -> T
     """
     key_dim = (mixed.shape[-1] - value_dim) // 2
     q, k, v = mixed.split((key_dim, key_dim, value_dim), dim=-1)
-    q, k = (x.unflatten(-1, (-1, layer.head_k_dim)) for x in (q, k))
-    v = v.unflatten(-1, (-1, layer.head_v_dim))
+    q, k, v = _heads(q, layer.head_k_dim), _heads(k, layer.head_k_dim), _heads(v, layer.head_v_dim)
     if seq_idx is None:
         gate = {"g": a, "use_gate_in_kernel": True, "A_log": layer.A_log, "dt_bias": layer.dt_bias}
     else:
@@ -190,6 +189,11 @@ def _recur(layer, mixed, value_dim, b, a, cache, past, seq_idx, cu_seqlens) -> T
         cu_seqlens=cu_seqlens,
         **gate,
     )
+
+
+def _heads(x: Tensor, size: int) -> Tensor:
+    """x [B, T, H * size] as [B, T, H, size], without a copy."""
+    return x.view(x.shape[0], x.shape[1], x.shape[2] // size, size)
 
 
 def _past_of(cache: Optional[Any], layer_idx: int) -> Optional[Past]:
