@@ -1,7 +1,10 @@
 """`python -m flashqla_hub bench-layer`: the whole GatedDeltaNet layer of Qwen3.5 in transformers, with and without the kernel.
 
-Each implementation runs in a process of its own. `matrix_ms` is the time of the layer's matrix products alone, which no
-kernel here changes; `ms` less that is what the rest costs.
+Each implementation runs in a process of its own: `flashqla` is the layer that `kernelize` serves, `transformers` the layer as it
+comes, with FLA for the recurrence if that is installed, `fla` the same with FLA's convolution and gated norm put in as well.
+
+`rest_ms` is the time on the GPU of everything but matrix products, which no kernel here changes, from a profile of single calls;
+`matrix_ms` is the time of the products alone. The two need not add up to `ms`: products alone heat the card more.
 """
 
 import json
@@ -28,7 +31,10 @@ HEAD_DIM = 128
 WARM_UPS, ROUNDS = 4, 12
 DECODED = 64  # tokens in the cache before the timed step
 SECONDS = 300
-IMPLEMENTATIONS = ("flashqla", "transformers")
+IMPLEMENTATIONS = ("flashqla", "transformers", "fla")
+OPERATIONS = ("forward", "decode", "training")
+PRODUCTS = ("nvjet", "gemm", "gemv", "cublas", "cutlass", "splitk")  # in names of kernels of matrix products
+PROFILED = 5
 
 
 @dataclass(frozen=True)
@@ -51,19 +57,18 @@ def bench_layer_command(
     shape: Annotated[list[str] | None, typer.Option(help=f"Layers: {', '.join(SHAPES)}; all if left out.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the one sequence of forward and training step.")] = 32768,
     batch: Annotated[int, typer.Option(help="Sequences of the decode step.")] = 1,
-    impl: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(IMPLEMENTATIONS)}; both if left out.")] = None,
+    impl: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(IMPLEMENTATIONS)}; all if left out.")] = None,
+    operation: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(OPERATIONS)}; all if left out.")] = None,
     source: Annotated[Path, typer.Option(help="Folder of the kernel, with build/ in it.")] = command.ROOT,
     output: Annotated[Path | None, typer.Option(help="Record file; benchmarks/results/<device>/ by default.")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit of the sources, where the checkout has no .git.")] = None,
 ) -> None:
-    """Time forward, training step and decode step of one layer; write one JSON line each.
-
-    The implementation `transformers` is the layer as it comes, with FLA if that is installed.
-    """
+    """Time forward, decode step and training step of one layer, with and without the kernel; write one JSON line each."""
     console = Console()
     try:
         shapes = _known("shape", shape, tuple(SHAPES))
         names = _known("impl", impl, IMPLEMENTATIONS)
+        operations = _known("operation", operation, OPERATIONS)
         device = command.device_facts()
     except ValueError as error:
         console.print(str(error))
@@ -73,7 +78,7 @@ def bench_layer_command(
     path = output or folder / f"{common['run']}-layer.jsonl"
     records = []
     for name in names:
-        found = [{**common, **record} for record in run_implementation(name, shapes, tokens, batch, source)]
+        found = [{**common, **record} for record in run_implementation(name, shapes, operations, tokens, batch, source)]
         append(path, found)
         records += found
     console.print(as_table(records))
@@ -82,9 +87,11 @@ def bench_layer_command(
         raise typer.Exit(1)
 
 
-def run_implementation(name: str, shapes: tuple[str, ...], tokens: int, batch: int, source: Path) -> list[dict]:
+def run_implementation(
+    name: str, shapes: tuple[str, ...], operations: tuple[str, ...], tokens: int, batch: int, source: Path
+) -> list[dict]:
     """Records of one implementation; what it could not do is a record with the reason."""
-    arguments = [name, ",".join(shapes), str(tokens), str(batch), str(source)]
+    arguments = [name, ",".join(shapes), ",".join(operations), str(tokens), str(batch), str(source)]
     environment = {**os.environ, "FLA_FLASH_QLA": os.environ.get("FLA_FLASH_QLA", "0")}
     process = subprocess.Popen(
         [sys.executable, "-m", "flashqla_hub.bench.layer", *arguments],
@@ -105,12 +112,11 @@ def run_implementation(name: str, shapes: tuple[str, ...], tokens: int, batch: i
 
 
 def as_table(records: list[dict]) -> Table:
-    """One row a record; the last column is the time outside the matrix products."""
+    """One row a record."""
     table = Table("layer", "operation", "implementation", "ms", "products ms", "rest ms", "launches", "served by")
     for record in records:
-        numbers = [record.get("ms"), record.get("matrix_ms")]
-        rest = None if None in numbers else numbers[0] - numbers[1]
-        cells = [f"{number:.4f}" if number is not None else "-" for number in (*numbers, rest)]
+        numbers = [record.get(name) for name in ("ms", "matrix_ms", "rest_ms")]
+        cells = [f"{number:.4f}" if number is not None else "-" for number in numbers]
         what = record.get("skipped") or record.get("served", "")
         table.add_row(
             record["layer"], record["op"], record["impl"], *cells, str(record.get("launches", "-")), str(what)
@@ -195,75 +201,110 @@ def graph_milliseconds(call: Callable[[], object], calls: int = 20) -> float:
     return graph_ms([call] * calls)
 
 
-def launches(call: Callable[[], object]) -> int:
-    """Kernels and copies that one call puts on the GPU."""
+def kernels(call: Callable[[], object], calls: int = 1) -> list[tuple[str, int, float]]:
+    """What `calls` calls put on the GPU: name, count and milliseconds in all of each kernel and copy."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        call()
+        for _ in range(calls):
+            call()
         torch.cuda.synchronize()
-    return sum(event.count for event in recorded.key_averages() if event.device_type.name == "CUDA")
+    events = (event for event in recorded.key_averages() if event.device_type.name == "CUDA")
+    return [(event.key, event.count, event.self_device_time_total / 1e3) for event in events]
 
 
-def measure(shape: Shape, name: str, tokens: int, batch: int, source: Path) -> list[dict]:
-    """Figures of forward, training step and decode step of one layer."""
-    import torch
+def rest_ms(call: Callable[[], object]) -> float:
+    """Milliseconds a call that the GPU spends on anything but matrix products."""
+    found = kernels(call, PROFILED)
+    return sum(ms for name, _, ms in found if not any(word in name.lower() for word in PRODUCTS)) / PROFILED
+
+
+def put_in_fla(layer: "torch.nn.Module") -> None:
+    """FLA's convolution and gated norm in the place of those that transformers computes in PyTorch without more packages."""
+    from fla.modules.causal_conv1d import causal_conv1d
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
+
+    from ..models import functions_of
+
+    def convolve(hidden_states, weight, bias=None, activation=None, **kwargs):
+        return causal_conv1d(hidden_states.transpose(1, 2), weight, bias, activation=activation)[0].transpose(1, 2)
+
+    def norm(hidden_states, gate):
+        return rms_norm_gated(hidden_states, gate, layer.norm.weight, None, eps=layer.norm.variance_epsilon)
+
+    functions_of(type(layer).__module__)["causal_conv1d_fn"].forward = convolve
+    layer.norm.forward = norm
+
+
+def measure_decode(layer: "torch.nn.Module", config: object, x: "torch.Tensor", batch: int) -> dict:
+    """One token a sequence, behind a prompt of a few."""
     from transformers import DynamicCache
+
+    cache = DynamicCache(config=config)
+    layer(x[:, :DECODED].expand(batch, -1, -1), cache_params=cache)
+    step, only = x[:, :1].expand(batch, -1, -1).contiguous(), products(layer)
+
+    def decode():
+        return layer(step, cache_params=cache)
+
+    return {
+        "ms": graph_milliseconds(decode),
+        "matrix_ms": graph_milliseconds(lambda: only(step)),
+        "rest_ms": rest_ms(decode),
+        "eager_ms": milliseconds(decode),
+        "launches": sum(count for _, count, _ in kernels(decode)),
+    }
+
+
+def measure(shape: Shape, name: str, operation: str, tokens: int, batch: int, source: Path) -> dict:
+    """Figures of one operation of one layer."""
+    import torch
 
     import flashqla_hub
 
     layer, config = make_layer(shape, "cuda", torch.bfloat16)
-    served = "transformers"
+    served = name
     if name == "flashqla":
         model = flashqla_hub.kernelize(torch.nn.Sequential(layer), source=source)
         found = flashqla_hub.report(model).served_by("0")
         served = ", ".join(part for part, by in found.items() if by == "qwen/flashqla") or "transformers"
+    elif name == "fla":
+        put_in_fla(layer)
     x = torch.randn(1, tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
-    only = products(layer)
-    figures = []
     with torch.no_grad():
-        figures.append(
-            {"op": "layer-forward", "ms": milliseconds(lambda: layer(x)), "matrix_ms": milliseconds(lambda: only(x))}
-        )
-        cache = DynamicCache(config=config)
-        layer(x[:, :DECODED].expand(batch, -1, -1), cache_params=cache)
-        step = x[:, :1].expand(batch, -1, -1).contiguous()
-
-        def decode():
-            return layer(step, cache_params=cache)
-
-        figures.append(
-            {
-                "op": "layer-decode",
-                "ms": graph_milliseconds(decode),
-                "matrix_ms": graph_milliseconds(lambda: only(step)),
-                "eager_ms": milliseconds(decode),
-                "launches": launches(decode),
-            }
-        )
+        if operation == "decode":
+            return {**measure_decode(layer, config, x, batch), "served": served}
+        calls = [lambda: layer(x), lambda: products(layer)(x)]
+        if operation == "forward":
+            return {**figures_of(*calls), "served": served}
     x.requires_grad_()
-    figures.append(
-        {
-            "op": "layer-training",
-            "ms": milliseconds(training_step(layer, x, layer)),
-            "matrix_ms": milliseconds(training_step(only, x, layer)),
-        }
-    )
-    return [{**figure, "served": served} for figure in figures]
+    return {**figures_of(training_step(layer, x, layer), training_step(products(layer), x, layer)), "served": served}
+
+
+def figures_of(call: Callable[[], object], only: Callable[[], object]) -> dict:
+    return {"ms": milliseconds(call), "matrix_ms": milliseconds(only), "rest_ms": rest_ms(call)}
 
 
 def main(arguments: list[str]) -> None:
     """The process of one implementation: a JSON line for each operation on each layer."""
-    name, shapes, tokens, batch, source = arguments
+    name, shapes, operations, tokens, batch, source = arguments
     for shape in shapes.split(","):
         sizes = SHAPES[shape]
-        for figure in measure(sizes, name, int(tokens), int(batch), Path(source)):
-            sequences = f"1x{tokens}" if figure["op"] != "layer-decode" else f"1x{batch}"
-            about = {"layer": shape, "impl": name, "hk": sizes.hk, "hv": sizes.hv, "seqs": sequences}
-            print(json.dumps({"op": figure.pop("op"), **about, **figure}), flush=True)
+        for operation in operations.split(","):
+            sequences = f"1x{batch}" if operation == "decode" else f"1x{tokens}"
+            record = {
+                "op": f"layer-{operation}",
+                "layer": shape,
+                "impl": name,
+                "hk": sizes.hk,
+                "hv": sizes.hv,
+                "seqs": sequences,
+            }
+            figures = measure(sizes, name, operation, int(tokens), int(batch), Path(source))
+            print(json.dumps({**record, **figures}), flush=True)
 
 
 if __name__ == "__main__":

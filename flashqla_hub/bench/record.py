@@ -5,8 +5,9 @@ behind the other without a graph; `host_us` is what the host spends in an eager 
 device's measured rates `copy_tb_s` and `matrix_tflop_s` allow. Memory is in 10^6 bytes: `io_mb` of inputs and outputs,
 `peak_mb` allocated at the peak of a call, outputs included, and `extra_mb` without them. `buffers` is how many copies of
 the inputs were read in turn, `error` the relative error of the correctness gate. Of a whole layer, `layer` is its shape,
-`matrix_ms` the time of its matrix products alone, `launches` what one call puts on the GPU, `served` what the kernel has.
-`void` says why a peer's line, and with it the comparison, does not count; `skipped` why a line has no times.
+`matrix_ms` the time of its matrix products alone, `rest_ms` that of all but products, `launches` what one call puts on the
+GPU, `served` what the kernel has. `void` says why a peer's line, and with it the comparison, does not count; `skipped` why a
+line has no times.
 """
 
 import json
@@ -30,6 +31,7 @@ FIELDS = (
     "eager_ms",
     "host_us",
     "matrix_ms",
+    "rest_ms",
     "bound_ms",
     "peak_mb",
     "extra_mb",

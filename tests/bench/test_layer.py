@@ -40,13 +40,14 @@ def test_step_of_the_layer_reaches_every_parameter(layer):
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
-def test_table_shows_what_is_left_beside_the_products():
+def test_table_shows_figures_and_reasons():
     done = {
         "op": "layer-forward",
         "layer": "2b",
         "impl": "flashqla",
         "ms": 3.5,
         "matrix_ms": 2.0,
+        "rest_ms": 1.5,
         "served": "all of it",
     }
     failed = {"op": "layer", "layer": "27b", "impl": "transformers", "skipped": "the process ended with code 1"}
@@ -59,11 +60,14 @@ def test_table_shows_what_is_left_beside_the_products():
 
 def test_process_that_ends_early_leaves_a_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(bench.sys, "executable", "/bin/false")
-    (record,) = bench.run_implementation("flashqla", ("2b",), 64, 1, tmp_path)
+    (record,) = bench.run_implementation("flashqla", ("2b",), ("forward",), 64, 1, tmp_path)
     assert record["layer"] == "2b" and record["skipped"] == "the process ended with code 1"
 
 
-@pytest.mark.parametrize(("options", "words"), [(("--shape", "3b"), "--shape is"), (("--impl", "fla"), "--impl is")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(("--shape", "3b"), "--shape is"), (("--impl", "fa"), "--impl is"), (("--operation", "x"), "--operation is")],
+)
 def test_unknown_names_are_refused(options, words):
     result = CliRunner().invoke(build_app("bench-layer"), ["bench-layer", *options])
     assert result.exit_code == 2 and words in result.output
