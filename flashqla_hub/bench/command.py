@@ -22,6 +22,7 @@ from .rows import GATES, OPS, ROW_SETS, Row, parse_rows
 ROOT = Path(__file__).resolve().parents[2]
 WORKER_SECONDS = 480
 COMPILE_JOBS = 8
+LOG_WIDTH = 180  # characters of the table where there is no terminal to ask
 
 
 def bench_command(
@@ -46,7 +47,7 @@ def bench_command(
 
     Ends with code 1 if the kernel has no time for a row, or if a peer was slower than it is known to be.
     """
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
     try:
         parsed = parse_rows(rows or ["few"])
         mixes = _gates(gates or ["bench"])

@@ -18,6 +18,10 @@ LABELS = {OURS: "this kernel", "flash-qla": "FlashQLA", "flashinfer": "FlashInfe
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#999999")
 
 
+# Columns of the table and the times that they compare.
+SPEEDUPS = {"captured": "ms", "sustained": "sustained_ms", "eager": "eager_ms"}
+
+
 def report_command(
     records: Annotated[list[Path], typer.Argument(help="Record files of one run.")],
     plot: Annotated[Path | None, typer.Option(help="Also draw the speedups into this file, .svg or .png.")] = None,
@@ -66,7 +70,8 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
 def cells(records: list[dict]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table: times of each implementation, who wins by how much, and how far the bound is."""
     names = [name for name in LABELS if any(record["impl"] == name for record in records)]
-    header = ["(H, HV) sequences", *(LABELS[name] for name in names), "captured", "eager", "host µs", "of the bound"]
+    columns = {name: column for name, column in SPEEDUPS.items() if any(column in record for record in records)}
+    header = ["(H, HV) sequences", *(LABELS[name] for name in names), *columns, "host µs", "of the bound", "scratch MB"]
     body = []
     for (hk, hv, seqs, _), row in by_row(records).items():
         ours = row.get(OURS, {})
@@ -74,21 +79,24 @@ def cells(records: list[dict]) -> tuple[list[str], list[list[str]]]:
             [
                 f"({hk}, {hv}) {seqs}",
                 *(_time(row.get(name, {})) for name in names),
-                _factor(speedup(row)),
-                _factor(speedup(row, "eager_ms")),
+                *(_factor(speedup(row, column)) for column in columns.values()),
                 f"{ours['host_us']:.0f}" if "host_us" in ours else "-",
                 f"{ours['bound_ms'] / ours['ms']:.0%}" if "ms" in ours and "bound_ms" in ours else "-",
+                f"{ours['extra_mb']:.0f} of {ours['io_mb']:.0f}" if "extra_mb" in ours else "-",
             ]
         )
     rows = by_row(records).values()
-    means = [_factor(geometric_mean(speedup(row, column) for row in rows)) for column in ("ms", "eager_ms")]
+    means = [_factor(geometric_mean(speedup(row, column) for row in rows)) for column in columns.values()]
     if body:
-        body.append(["geometric mean", *("" for _ in names), *means, "", ""])
+        body.append(["geometric mean", *("" for _ in names), *means, "", "", ""])
     return header, body
 
 
 def markdown_table(records: list[dict]) -> list[str]:
-    """Lines of a Markdown table: milliseconds in a CUDA graph; "captured" and "eager" are the best peer's time over ours."""
+    """Lines of a Markdown table: milliseconds in a CUDA graph, and the best peer's time over ours for each way to time it.
+
+    "scratch MB" is the memory beyond inputs and outputs, and theirs.
+    """
     header, body = cells(records)
     return [_line(header), _line(["---"] * len(header)), *(_line(row) for row in body)]
 

@@ -8,7 +8,16 @@ from flashqla_hub.bench import report
 from flashqla_hub.bench.record import append
 
 ROW = {"op": "forward", "hk": 2, "hv": 8, "seqs": "1x64", "gates": "bench", "device": "NVIDIA H200"}
-OURS = {**ROW, "impl": "flashqla", "ms": 0.5, "eager_ms": 0.8, "host_us": 21.4, "bound_ms": 0.1}
+OURS = {
+    **ROW,
+    "impl": "flashqla",
+    "ms": 0.5,
+    "eager_ms": 0.8,
+    "host_us": 21.4,
+    "bound_ms": 0.1,
+    "extra_mb": 5.2,
+    "io_mb": 40,
+}
 RECORDS = [
     OURS,
     {**ROW, "impl": "fla", "ms": 2.0, "eager_ms": 2.0},
@@ -23,22 +32,28 @@ LOST = [
 
 def test_a_row_is_compared_with_the_best_peer_captured_and_eager():
     assert report.markdown_table(RECORDS) == [
-        "| (H, HV) sequences | this kernel | FlashInfer | FLA | captured | eager | host µs | of the bound |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| (2, 8) 1x64 | 0.5000 | 1.0000 | 2.0000 | 2.00x | **0.50x** | 21 | 20% |",
-        "| geometric mean |  |  |  | 2.00x | **0.50x** |  |  |",
+        "| (H, HV) sequences | this kernel | FlashInfer | FLA | captured | eager | host µs | of the bound | scratch MB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| (2, 8) 1x64 | 0.5000 | 1.0000 | 2.0000 | 2.00x | **0.50x** | 21 | 20% | 5 of 40 |",
+        "| geometric mean |  |  |  | 2.00x | **0.50x** |  |  |  |",
     ]
+
+
+def test_sustained_times_are_compared_where_they_were_taken():
+    sustained = [{**record, "sustained_ms": 2 * record["ms"]} for record in RECORDS]
+    header, _, row, _ = report.markdown_table([*sustained[:2], {**sustained[2], "sustained_ms": 0.5}])
+    assert "| captured | sustained | eager |" in header and "| 2.00x | **0.50x** | **0.50x** |" in row
 
 
 def test_losing_void_and_skipped_rows_stand_in_the_table():
     *_, row, mean = report.markdown_table(RECORDS + LOST)
-    assert row == "| (2, 8) 1x65 | 0.8000 | - | 0.2000 (void) | **0.25x** | - | 21 | 50% |"
+    assert row == "| (2, 8) 1x65 | 0.8000 | - | 0.2000 (void) | **0.25x** | - | 21 | 50% | 5 of 40 |"
     assert mean.startswith("| geometric mean |  |  |  | **0.71x** |")  # sqrt(2 * 0.25)
 
 
 def test_a_row_without_our_time_has_no_ratio():
     [_, _, row, _] = report.markdown_table([{**ROW, "impl": "flashqla", "skipped": "it broke"}, RECORDS[1]])
-    assert row == "| (2, 8) 1x64 | - | 2.0000 | - | - | - | - |"
+    assert row == "| (2, 8) 1x64 | - | 2.0000 | - | - | - | - | - |"
 
 
 def test_the_terminal_table_has_the_gates_of_each_row():
@@ -64,4 +79,4 @@ def test_the_command_prints_a_table_for_each_operation_and_gates(tmp_path):
         "forward, gates bench:",
         "backward, gates bench:",
     ]
-    assert done.output.count("| (2, 8) 1x64 | 0.5000 | 1.0000 | 2.0000 | 2.00x | **0.50x** | 21 | 20% |") == 2
+    assert done.output.count("| (2, 8) 1x64 | 0.5000 | 1.0000 | 2.0000 | 2.00x | **0.50x** | 21 | 20% | 5 of 40 |") == 2
