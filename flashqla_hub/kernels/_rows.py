@@ -12,20 +12,16 @@ ROWS_PER_TURN = THREADS // LANES  # rows that a block handles at a time
 
 
 @T.macro
-def load_row(tensor, row, column, out, turn):
-    """Eight numbers of a row of `tensor` [tokens, heads, HEAD_DIM]; without heads there is nothing to divide."""
-    heads = tensor.shape[1]
-    token = T.if_then_else(heads == 1, row, T.truncdiv(row, heads))
+def load_row(tensor, token, head, column, out, turn):
+    """Eight numbers of a row of `tensor` [tokens, heads, HEAD_DIM]."""
     for e in T.vectorized(EIGHT):
-        out[turn, e] = tensor[token, row - token * heads, column + e]
+        out[turn, e] = tensor[token, head, column + e]
 
 
 @T.macro
-def store_row(tensor, row, column, values, turn):
+def store_row(tensor, token, head, column, values, turn):
     """Eight numbers of a row of `tensor`, at once: left to itself the compiler stores them in pieces of four bytes."""
-    heads = tensor.shape[1]
-    token = T.if_then_else(heads == 1, row, T.truncdiv(row, heads))
-    T.stg128(tensor[token, row - token * heads, column], T.reinterpret(values[turn, T.Ramp(0, 1, EIGHT)], "uint32x4"))
+    T.stg128(tensor[token, head, column], T.reinterpret(values[turn, T.Ramp(0, 1, EIGHT)], "uint32x4"))
 
 
 class Weight:

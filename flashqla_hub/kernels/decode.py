@@ -5,14 +5,16 @@ Per token and value head, with the state S [K, V], g the log decay, and k and q 
     d = beta (v - e^g S^T k)      S <- e^g S + k d^T      o = scale (e^g S^T q + (k . q) d)
 
 A state is read once, stays in registers for all tokens of its sequence, and is written once. Both products with it are
-taken before it changes, so that a token costs one exchange between the lanes of a warp.
+taken before it changes, so that a token costs one exchange between the threads
+that share its values.
 
 Reads        q k [T, H, 128] · v [T, HV, 128] · g beta [T, HV] raw or activated · A_log dt_bias [HV] · states [slots, HV, ..]
 Writes       o [T, HV, 128], zeros where no sequence is or its slot is none · states, in place or elsewhere
 
-Blocks       tiles of the value heads by sequences; no shared memory
+Blocks       tiles of the value heads by sequences
 Threads      a strip of the state each, in accesses of 16 bytes (`_decode_tiles.py`). What is loaded first: the state, then the
-             token, then its gates and the head's parameters, and only then is anything waited for
+             token, then its gates and the head's parameters, and only then is anything waited for. A block may begin
+             while the kernel before it on the stream ends (programmatic launch), and lets the next one begin
 """
 
 import tilelang.language as T
@@ -35,7 +37,6 @@ class Strip(Group):
         self.S = T.alloc_local((layout.numbers,), "float32")
         self.k_raw, self.q_raw = T.alloc_local((layout.keys,), dtype), T.alloc_local((layout.keys,), dtype)
         self.v_raw, self.o_raw = T.alloc_local((layout.values,), dtype), T.alloc_local((layout.values,), dtype)
-        self.k, self.q = T.alloc_local((layout.keys,), "float32"), T.alloc_local((layout.keys,), "float32")
         self.read_k = T.alloc_local((layout.values,), "float32")
         self.read_q = T.alloc_local((layout.values,), "float32")
         self.products = T.alloc_local((PRODUCTS,), "float32")
@@ -81,36 +82,66 @@ def load_token(layout, t, q, k, v, token, key_head, head, tile, warp, lane):
     """The thread's parts of a token's q, k and v, as they are."""
     for piece in T.unroll(layout.keys // layout.key_width):
         for e in T.vectorized(layout.key_width):
-            t.k_raw[piece * layout.key_width + e] = k[token, key_head, layout.first_key(lane) + layout.piece(piece) + e]
+            t.k_raw[piece * layout.key_width + e] = k[
+                token, key_head, layout.first_key(warp, lane) + layout.piece(piece) + e
+            ]
         for e in T.vectorized(layout.key_width):
-            t.q_raw[piece * layout.key_width + e] = q[token, key_head, layout.first_key(lane) + layout.piece(piece) + e]
+            t.q_raw[piece * layout.key_width + e] = q[
+                token, key_head, layout.first_key(warp, lane) + layout.piece(piece) + e
+            ]
     for e in T.vectorized(layout.values):
         t.v_raw[e] = v[token, head, layout.first_value(tile, warp, lane) + e]
 
 
 @T.macro
 def read_state(layout, t):
-    """read_k = S^T k, read_q = S^T q and the products of q and k, summed over all keys."""
+    """read_k = S^T k, read_q = S^T q and the products of q and k, summed over the keys of the warp."""
     for e in T.unroll(layout.values):
         t.read_k[e] = 0.0
         t.read_q[e] = 0.0
     for e in T.unroll(PRODUCTS):
         t.products[e] = 0.0
+    key, query = T.alloc_var("float32"), T.alloc_var("float32")
     for e in T.unroll(layout.keys):
-        t.k[e] = T.cast(t.k_raw[e], "float32")
-        t.q[e] = T.cast(t.q_raw[e], "float32")
-        t.products[KK] += t.k[e] * t.k[e]
-        t.products[QQ] += t.q[e] * t.q[e]
-        t.products[KQ] += t.k[e] * t.q[e]
-    for n in T.unroll(layout.numbers):
-        t.read_k[layout.value(n)] += t.S[n] * t.k[layout.key(n)]
-        t.read_q[layout.value(n)] += t.S[n] * t.q[layout.key(n)]
+        key = T.cast(t.k_raw[e], "float32")
+        query = T.cast(t.q_raw[e], "float32")
+        t.products[KK] += key * key
+        t.products[QQ] += query * query
+        t.products[KQ] += key * query
+        for value in T.unroll(layout.values):
+            t.read_k[value] += t.S[layout.number(e, value)] * key
+            t.read_q[value] += t.S[layout.number(e, value)] * query
     for step in T.unroll(len(layout.steps)):
         for e in T.unroll(layout.values):
             t.read_k[e] += T.shfl_xor(t.read_k[e], layout.steps[0] << step)
             t.read_q[e] += T.shfl_xor(t.read_q[e], layout.steps[0] << step)
         for e in T.unroll(PRODUCTS):
             t.products[e] += T.shfl_xor(t.products[e], layout.steps[0] << step)
+
+
+@T.macro
+def sum_over_warps(layout, t, read, products, buffer, warp, lane):
+    """Adds what the warps have read, in their order; `buffer` alternates, so that one barrier a token is enough."""
+    if lane < layout.run:
+        for e in T.vectorized(layout.columns):
+            read[buffer, warp, 0, lane * layout.columns + e] = t.read_k[e]
+        for e in T.vectorized(layout.columns):
+            read[buffer, warp, 1, lane * layout.columns + e] = t.read_q[e]
+    if lane == 0:
+        for e in T.unroll(PRODUCTS):
+            products[buffer, warp, e] = t.products[e]
+    T.sync_threads()
+    for e in T.unroll(layout.columns):
+        t.read_k[e] = read[buffer, 0, 0, (lane % layout.run) * layout.columns + e]
+        t.read_q[e] = read[buffer, 0, 1, (lane % layout.run) * layout.columns + e]
+    for e in T.unroll(PRODUCTS):
+        t.products[e] = products[buffer, 0, e]
+    for part in T.unroll(1, layout.warps):
+        for e in T.unroll(layout.columns):
+            t.read_k[e] += read[buffer, part, 0, (lane % layout.run) * layout.columns + e]
+            t.read_q[e] += read[buffer, part, 1, (lane % layout.run) * layout.columns + e]
+        for e in T.unroll(PRODUCTS):
+            t.products[e] += products[buffer, part, e]
 
 
 @T.macro
@@ -126,14 +157,16 @@ def write_state(layout, t, decay, beta, scale, use_l2norm):
         t.read_q[e] = decay * t.read_q[e] + k_norm * t.products[KQ] * t.read_k[e]
         t.o_raw[e] = T.cast(scale * q_norm * t.read_q[e], t.o_raw.dtype)
         t.read_k[e] *= k_norm
-    for n in T.unroll(layout.numbers):
-        t.S[n] = decay * t.S[n] + t.k[layout.key(n)] * t.read_k[layout.value(n)]
+    for e in T.unroll(layout.keys):
+        for value in T.unroll(layout.values):
+            n = layout.number(e, value)
+            t.S[n] = decay * t.S[n] + T.cast(t.k_raw[e], "float32") * t.read_k[value]
 
 
 @T.macro
 def zero_rows(layout, o, begin, end, head, tile, thread):
     """Rows [begin, end) of o in the block's tile."""
-    width = layout.warps * layout.values_of_warp
+    width = layout.values_of_block
     if thread < width:
         for row in T.serial(T.max(0, end - begin)):
             o[begin + row, head, tile * width + thread] = T.cast(0, o.dtype)
@@ -202,6 +235,8 @@ def build_decode(dtype, v_first, state_dtype):
             T.assume(v_h % ROW_ALIGNMENT == 0)
             thread = T.get_thread_binding()
             warp, lane = thread // WARP, thread % WARP
+            read = T.alloc_shared((2, layout.warps, 2, layout.values_of_warp), "float32")
+            products = T.alloc_shared((2, layout.warps, PRODUCTS), "float32")
             t = Strip(layout, dtype)
             gate_raw, beta_raw, rate_raw, bias_raw = Number(dtype), Number(dtype), Number(dtype), Number(dtype)
             tile, head, sequence, key_head = (T.alloc_var("int32") for _ in range(4))
@@ -209,6 +244,8 @@ def build_decode(dtype, v_first, state_dtype):
             gate, opening = T.alloc_var("float32"), T.alloc_var("float32")
             tile, head = block % layout.tiles, block // layout.tiles
             sequence = sheet * SEQUENCES + row
+            T.pdl_trigger()
+            T.pdl_sync()
             if sequence < sequences:
                 slot = T.if_then_else(words_per_index != 0, indices[sequence * words_per_index], sequence)
                 first = offset(cu_words, sequence, words_per_entry, dense_length)
@@ -251,8 +288,10 @@ def build_decode(dtype, v_first, state_dtype):
                         if use_sigmoid != 0:
                             opening = strength * sigmoid(opening)
                         read_state(layout, t)
+                        if layout.key_warps > 1:
+                            sum_over_warps(layout, t, read, products, step % 2, warp, lane)
                         write_state(layout, t, T.exp(gate), opening, scale, use_l2norm)
-                        if layout.writes(lane):
+                        if layout.writes(warp, lane):
                             for e in T.vectorized(layout.values):
                                 o[token, head, layout.first_value(tile, warp, lane) + e] = t.o_raw[e]
                     if write_final != 0:

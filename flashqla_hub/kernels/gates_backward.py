@@ -1,7 +1,7 @@
 """Gate activations of the layer, backward (SM90). With x = a + dt_bias:
 
     da = -dg exp(A_log) sigmoid(x)      dA_log = sum over tokens of dg g      ddt_bias = sum over tokens of da
-    db = dbeta strength sigmoid(b) (1 - sigmoid(b))
+    db = dbeta strength sigmoid(b) sigmoid(-b)
 
 Reads        a b [T, HV] · A_log dt_bias [HV] of that dtype or f32 · dg dbeta [T, HV] f32
 Writes       da db [T, HV] · parts [blocks, 2, HV] f32, a block's shares of dA_log and ddt_bias, for `partial_sums.py`
@@ -89,8 +89,9 @@ def build_gates_backward(dtype):
                             ddt_bias += slope
                             da[token, head] = T.cast(slope, dtype)
                         if makes_beta != 0:
-                            x = sigmoid(T.cast(raw_b[turn], "float32"))
-                            db[token, head] = T.cast(grad_beta[turn] * strength * x * (1.0 - x), dtype)
+                            x = T.cast(raw_b[turn], "float32")
+                            slope = sigmoid(x) * sigmoid(-x)  # 1 - sigmoid(x) would lose its digits
+                            db[token, head] = T.cast(grad_beta[turn] * strength * slope, dtype)
             shares[A_LOG, thread] = dA_log
             shares[DT_BIAS, thread] = ddt_bias
             write_parts(shares, parts, block, column, wide, thread)

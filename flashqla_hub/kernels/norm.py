@@ -30,6 +30,7 @@ from ._sm90 import HEAD_DIM
 
 TURNS = 4
 ROWS = TURNS * ROWS_PER_TURN
+BLOCKS_PER_SM = 3
 
 
 @T.macro
@@ -62,6 +63,7 @@ def build_norm(dtype):
         is_silu: T.int32,
     ):
         with T.Kernel(T.truncdiv(tokens * heads + ROWS - 1, ROWS), threads=THREADS) as block:
+            T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
             T.assume(x_t % EIGHT == 0)
             T.assume(x_h % EIGHT == 0)
             T.assume(g_t % EIGHT == 0)
@@ -73,17 +75,21 @@ def build_norm(dtype):
             first = block * ROWS + thread // LANES
             values, gates = T.alloc_local((TURNS, EIGHT), dtype), T.alloc_local((TURNS, EIGHT), dtype)
             w, inverse = Weight(dtype), T.alloc_local((TURNS,), "float32")
+            token, head = T.alloc_local((TURNS,), "int32"), T.alloc_local((TURNS,), "int32")
             out, row = T.alloc_local((TURNS, EIGHT), dtype), T.alloc_var("int32")
             for turn in T.unroll(TURNS):
                 row = T.min(first + turn * ROWS_PER_TURN, tokens * heads - 1)
-                load_row(x, row, column, values, turn)
-                load_row(g, row, column, gates, turn)
+                token[turn] = T.if_then_else(
+                    heads == 1, row, T.truncdiv(row, heads)
+                )  # often there is nothing to divide
+                head[turn] = row - token[turn] * heads
+                load_row(x, token[turn], head[turn], column, values, turn)
+                load_row(g, token[turn], head[turn], column, gates, turn)
             load_weight(w, weight, wide_weight, is_wide, column)
             for turn in T.unroll(TURNS):
                 inverse_root(values, turn, eps, inverse)
                 gate_row(dtype, values, gates, turn, w, inverse, is_wide, is_silu, out)
-                row = first + turn * ROWS_PER_TURN
-                if row < tokens * heads:
-                    store_row(y, row, column, out, turn)
+                if first + turn * ROWS_PER_TURN < tokens * heads:
+                    store_row(y, token[turn], head[turn], column, out, turn)
 
     return norm

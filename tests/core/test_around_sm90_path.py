@@ -14,6 +14,20 @@ from .compare import relative_error
 from .test_side_effects import VIEWS
 
 
+def with_gaps(x):
+    """The same numbers in a batch whose rows lie apart."""
+    wide = torch.cat([x, torch.full_like(x, torch.nan)], dim=1)
+    return wide[:, : x.shape[1]]
+
+
+def columns_apart(x):
+    """The same numbers with every second column of memory between them."""
+    return torch.stack([x, torch.full_like(x, torch.nan)], dim=-1)[..., 0]
+
+
+LAYOUTS = {"plain": lambda x: x, "gaps": with_gaps, "columns": columns_apart, **VIEWS}
+
+
 class Stub(SimpleNamespace):
     """What the explanations look at of a CUDA tensor."""
 
@@ -148,11 +162,10 @@ def step_of_norm(function, x, g, weight, activation):
 
 
 @pytest.mark.parametrize("activation", ["swish", "sigmoid"])
-@pytest.mark.parametrize("view", [None, *VIEWS])
-def test_the_compiled_norm_gets_rows_it_can_load_and_gradients_are_right(kernel, part, norm, view, activation):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_compiled_norm_gets_rows_it_can_load_and_gradients_are_right(kernel, part, norm, layout, activation):
     x, g = (torch.randn(2, 5, 3, 16).bfloat16() for _ in range(2))
-    if view is not None:
-        x, g = VIEWS[view](x), VIEWS[view](g)
+    x, g = LAYOUTS[layout](x), LAYOUTS[layout](g)
     weight = torch.randn(16)
     ours = step_of_norm(kernel.rms_norm_gated, x, g, weight, activation)
     for one, other in zip(
@@ -272,16 +285,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("view", [None, *VIEWS])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", OPTIONS)
-def test_a_decode_step_equals_the_chunk_form(kernel, decode, case, view):
+def test_a_decode_step_equals_the_chunk_form(kernel, decode, case, layout):
     options = {"output_final_state": True, **OPTIONS[case]}
     q, k, v = (torch.randn(2, 3, heads, 16) / 4 for heads in (1, 1, 2))
     g, beta = -torch.rand(2, 3, 2), torch.rand(2, 3, 2)
     state = torch.randn(2, 2, 16, 16)
     if "use_gate_in_kernel" in options:
         options |= {"A_log": torch.randn(2), "dt_bias": torch.randn(2)}
-    tensors = [x if view is None else VIEWS[view](x) for x in (q, k, v, g, beta)]
+    tensors = [LAYOUTS[layout](x) for x in (q, k, v, g, beta)]
     o, final = kernel.fused_recurrent_gated_delta_rule(
         *tensors[:3], g=tensors[3], beta=tensors[4], initial_state=state, **options
     )
@@ -294,4 +307,5 @@ def test_a_decode_step_equals_the_chunk_form(kernel, decode, case, view):
         rows = decode[0][name]
         assert rows.data_ptr() % 16 == 0 and rows.stride(3) == 1 and rows.stride(0) == rows.shape[1] * rows.stride(1)
     for name in ("g", "beta"):
-        assert decode[0][name].stride(2) == 1
+        gate = decode[0][name]
+        assert gate.stride(2) == 1 and gate.stride(0) == gate.shape[1] * gate.stride(1)

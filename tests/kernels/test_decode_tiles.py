@@ -1,6 +1,7 @@
 """Which numbers of a state the threads of the decode kernel hold; no compiler and no GPU."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 
@@ -14,10 +15,14 @@ def threads(layout):
     return [(tile, warp, lane) for tile in range(layout.tiles) for warp in range(layout.warps) for lane in range(WARP)]
 
 
-def keys_of(layout, lane):
+def keys_of(layout, warp, lane):
     """The keys of a thread, in the order of its registers."""
     pieces = range(layout.keys // layout.key_width)
-    return [layout.first_key(lane) + layout.piece(i) + e for i in pieces for e in range(layout.key_width)]
+    return [layout.first_key(warp, lane) + layout.piece(i) + e for i in pieces for e in range(layout.key_width)]
+
+
+def place_in(layout):
+    return lambda pair: layout.number(*pair)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -34,13 +39,15 @@ def test_every_number_of_a_state_has_one_thread(layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_numbers_belong_to_the_keys_and_values_that_are_loaded(layout):
     for tile, warp, lane in threads(layout):
-        keys, first_value = keys_of(layout, lane), layout.first_value(tile, warp, lane)
+        keys, first_value = keys_of(layout, warp, lane), layout.first_value(tile, warp, lane)
         assert len(keys) == layout.keys
-        for n in range(layout.numbers):
-            access, e = divmod(n, layout.columns)
+        for number, (i, j) in enumerate(
+            sorted(product(range(layout.keys), range(layout.values)), key=place_in(layout))
+        ):
+            access, e = divmod(number, layout.columns)
             row, column = divmod(layout.offset(access, tile, warp, lane) + e, HEAD_DIM)
             key, value = (column, row) if layout.v_first else (row, column)
-            assert (key, value) == (keys[layout.key(n)], first_value + layout.value(n))
+            assert (key, value) == (keys[i], first_value + j)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -56,12 +63,13 @@ def test_accesses_are_aligned_and_lanes_side_by_side_read_whole_sectors(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_lanes_that_exchange_sums_hold_all_keys_of_the_same_values(layout):
-    reached = {0}
+def test_the_threads_that_exchange_sums_hold_all_keys_of_the_same_values(layout):
+    lanes = {0}
     for step in layout.steps:
-        reached |= {lane ^ step for lane in reached}
-    assert len({layout.first_value(0, 0, lane) for lane in reached}) == 1
-    assert sorted(key for lane in reached for key in keys_of(layout, lane)) == list(range(HEAD_DIM))
+        lanes |= {lane ^ step for lane in lanes}
+    threads_of = [(warp, lane) for warp in range(layout.key_warps) for lane in lanes]
+    assert len({layout.first_value(0, *thread) for thread in threads_of}) == 1
+    assert sorted(key for thread in threads_of for key in keys_of(layout, *thread)) == list(range(HEAD_DIM))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -69,7 +77,7 @@ def test_every_output_is_written_once(layout):
     written = [
         layout.first_value(*thread) + e
         for thread in threads(layout)
-        if layout.writes(thread[2])
+        if layout.writes(*thread[1:])
         for e in range(layout.values)
     ]
     assert sorted(written) == list(range(HEAD_DIM))

@@ -94,6 +94,7 @@ def assert_arguments(launch, expected):
 def test_a_step_is_one_launch(product_process):
     [decode], addresses, described = product_process.run(run, Call())
     assert (decode.kernel, decode.grid, decode.block) == ("decode_bf16_kv_f32_kernel", (HV * 4, 5, 1), (128, 1, 1))
+    assert decode.programmatic, "it may begin while the kernel before it ends"
     assert_arguments(decode, expected_arguments(addresses, 5, 5, new_states=addresses["final"]))
     assert described == [((5, 1, HV, D), "torch.bfloat16"), ((5, HV, D, D), "torch.float32")]
 

@@ -8,6 +8,7 @@ namespace flashqla {
 namespace {
 
 constexpr int64_t THREADS = 256;  // of a block, one a token and head
+constexpr int64_t MAX_PARTS = 4 * SMS;
 
 struct Arguments {
   ArgumentTensor a, b, A_log, dt_bias;

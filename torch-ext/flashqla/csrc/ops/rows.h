@@ -104,8 +104,8 @@ struct Parameter {
   }
 };
 
-// A block of a kernel that leaves a part of a sum has several groups of rows, and there are at most this many blocks, on
+// The SMs of an H100 SXM or H200. Kernels that leave parts of sums run a fixed number of blocks, a multiple of it, on
 // whichever card, so that sums have the same bits everywhere.
-constexpr int64_t MAX_PARTS = 4 * 132;
+constexpr int64_t SMS = 132;
 
 }  // namespace flashqla
