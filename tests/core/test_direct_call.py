@@ -218,8 +218,16 @@ def test_training_does_without_the_dispatch_of_the_op(kernel, part, ways, monkey
     with monkeypatch.context() as without_ops:
         without_ops.setattr(part("gated_delta_rule.ops"), "ops", SimpleNamespace())
         o, state = call(kernel, p)
-    (dk,) = torch.autograd.grad((o, state), p.k, (p.do, p.dht))
+        (dk,) = torch.autograd.grad((o, state), p.k, (p.do, p.dht))
     assert ways == ["wrapped"] and relative_error(dk, truth(p).dk) <= 1e-4
+
+
+def test_a_graph_of_the_backward_has_the_op_that_refuses_its_derivative(kernel, ways):
+    p = problem()
+    p.k.requires_grad_()
+    (dk,) = torch.autograd.grad(call(kernel, p)[0].sum(), p.k, create_graph=True)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        dk.sum().backward()
 
 
 def test_no_grad_makes_a_training_call_direct(kernel, ways):

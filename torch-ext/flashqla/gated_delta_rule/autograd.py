@@ -67,13 +67,20 @@ def public_state(state: Tensor, wanted: bool, state_v_first: bool) -> Optional[T
 @torch.no_grad()
 def forward_alone(*arguments, plan):
     """o, final state and residuals, not recorded by autograd; arguments as in `forward`."""
-    return ops.ops.gated_delta_rule_fwd(*arguments, True, plan)
+    call = ops.gated_delta_rule_fwd if can_call_directly(*arguments[:7]) else ops.ops.gated_delta_rule_fwd
+    return call(*arguments, True, plan)
 
 
 @torch.no_grad()
 def backward_alone(*arguments):
     """Gradients of q, k, v, g, beta and the initial state; arguments as in the op `gated_delta_rule_bwd`."""
-    return ops.ops.gated_delta_rule_bwd(*arguments)
+    return _gradients(*arguments)
+
+
+def _gradients(*arguments):
+    """The backward op, or what it calls where not even autograd looks."""
+    call = ops.gated_delta_rule_bwd if can_call_directly(*arguments[:10]) else ops.ops.gated_delta_rule_bwd
+    return call(*arguments)
 
 
 def _setup_context(ctx, inputs, output):
@@ -85,9 +92,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, do: Optional[Tensor], dht: Optional[Tensor], _):
     q, k, v, g, beta, initial_state, cu_seqlens, residuals = ctx.saved_tensors
-    *grads, dh0 = ops.ops.gated_delta_rule_bwd(
-        q, k, v, g, beta, initial_state, cu_seqlens, residuals, do, dht, *ctx.options
-    )
+    *grads, dh0 = _gradients(q, k, v, g, beta, initial_state, cu_seqlens, residuals, do, dht, *ctx.options)
     dh0 = None if initial_state is None else dh0.to(initial_state.dtype)
     return (*grads, dh0, *[None] * 6)
 
