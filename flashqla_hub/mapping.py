@@ -15,7 +15,13 @@ from .package.errors import PackageError
 from .package.loading import load, local_folder
 
 # Parts of the layer, by hub name, that have a kernel for compute capability 9.0.
-SM90_KERNELS: tuple[str, ...] = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "RMSNormGated")
+SM90_KERNELS: tuple[str, ...] = (
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "RMSNormGated",
+)
 SM90 = (9, 0)
 
 # Devices on which the PyTorch path serves every name. Elsewhere transformers has kernels or paths of its own.

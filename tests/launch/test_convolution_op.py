@@ -100,7 +100,7 @@ def assert_arguments(launch, expected):
     assert known == {name: expected[name] for name in known}
 
 
-# Threads own 4 channels. 2 * 300 tokens of 12 vectors would want one token a thread: rounds of 4 tokens are the least.
+# Threads own 4 channels. 2 * 300 tokens of 12 vectors are one wave of threads whatever the tile: the least is 4 tokens.
 FORWARD_TILE = 4
 TILES = 2 * (300 // FORWARD_TILE)
 FORWARD = {
@@ -197,12 +197,17 @@ def test_every_width_and_dtype_has_its_kernels(product_process, width, kernel, d
     assert launch.kernel == f"convolution_update_{4 if width <= 4 else 8}_{short}_kernel"
 
 
-def test_long_rows_give_threads_more_tokens(product_process):
-    """2 * 40960 tokens of 512 vectors over 132 SMs of 768 threads: 413.7 tokens each; 128 is the most."""
-    [launch], _, _, _ = product_process.run(run_forward, Call(tokens=40_960, channels=2048, padding=0))
-    assert launch.arguments["tokens_per_thread"] == 128
-    [launch], _, _, _ = product_process.run(run_forward, Call(batch=1, tokens=8192, channels=1024, padding=0))
-    assert launch.arguments["tokens_per_thread"] == 24, "20.7, in rounds of 4"
+@pytest.mark.parametrize(
+    ("batch", "tokens", "channels", "expected"),
+    [
+        (1, 16, 8, 4),  # one wave whatever the tile: the smallest
+        (8, 4096, 2048, 28),  # 6 waves of 34, 204; tiles of 24 take 7 of 30, 210, and of 32 take 6 of 38, 228
+        (1, 1024, 2048, 8),  # 128 tiles of 512 threads are one wave of 101,376, and 256 of 4 tokens are two
+    ],
+)
+def test_tiles_follow_the_waves(product_process, batch, tokens, channels, expected):
+    [launch], _, _, _ = product_process.run(run_forward, Call(batch=batch, tokens=tokens, channels=channels, padding=0))
+    assert launch.arguments["tokens_per_thread"] == expected
 
 
 BACKWARD_TILE = 1 * 4 + 4 - 3

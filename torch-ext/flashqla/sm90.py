@@ -1,7 +1,6 @@
 """Where the SM90 kernels run, and the notice of a CUDA call that they do not serve; for the operators' capability modules."""
 
 import warnings
-from functools import cache
 from typing import Optional
 
 import torch
@@ -9,6 +8,7 @@ import torch
 from ._ops import ops
 
 _noticed = set()
+_capabilities = {}
 
 
 def explain_device(device: torch.device, op: str) -> Optional[str]:
@@ -23,9 +23,12 @@ def explain_device(device: torch.device, op: str) -> Optional[str]:
     return None
 
 
-@cache
 def _capability(device_index: int) -> tuple:
-    return torch.cuda.get_device_capability(device_index) if torch.cuda.is_available() else (0, 0)
+    """Asked once for each device. Not by functools.cache, of which torch.compile would warn."""
+    if device_index not in _capabilities:
+        found = torch.cuda.get_device_capability(device_index) if torch.cuda.is_available() else (0, 0)
+        _capabilities[device_index] = found
+    return _capabilities[device_index]
 
 
 def notice_torch_path(name: str, reason: str) -> None:

@@ -123,12 +123,20 @@ void check_dtype(const TensorView& x) {
 
 bool is_bfloat16(const TensorView& x) { return x.dtype == aoti_torch_dtype_bfloat16(); }
 
-// Tokens of a thread, in whole rounds: so many that one wave of threads covers all, but not more than `most`. A round is
-// as many tokens as there are taps.
-int64_t choose_tokens(const Sizes& sizes, int64_t vector, int64_t threads_per_sm, int64_t most) {
-  const int64_t threads = MULTIPROCESSORS * threads_per_sm, round = sizes.taps();
-  const int64_t wanted = divide_up(sizes.batch * sizes.tokens * (sizes.channels / vector), threads);
-  return smaller(most, larger(round, divide_up(wanted, round) * round));
+// Tokens of a thread, in whole rounds of as many as there are taps: of `least` to `most` those that finish first, if a
+// wave of threads takes as long as its tokens and the `overhead` of beginning and of the tokens around them.
+int64_t choose_tokens(const Sizes& sizes, int64_t vector, int64_t threads_per_sm, int64_t most, int64_t overhead) {
+  const int64_t wave = MULTIPROCESSORS * threads_per_sm, vectors = sizes.channels / vector;
+  int64_t best = 0, best_cost = 0;
+  for (int64_t tokens = sizes.taps(); tokens <= most; tokens += sizes.taps()) {
+    const int64_t threads = sizes.batch * divide_up(sizes.tokens, tokens) * vectors;
+    const int64_t cost = divide_up(threads, wave) * (tokens + overhead);
+    if (best == 0 || cost < best_cost) {
+      best = tokens;
+      best_cost = cost;
+    }
+  }
+  return best;
 }
 
 void check_thread_count(const Sizes& sizes, int64_t tokens_per_thread, int64_t vector) {
@@ -182,7 +190,7 @@ void run_forward(StableIValue* stack, uint64_t, uint64_t) {
   final_states.allocate("final_states", {output_final ? sizes.batch : 0, sizes.channels, history}, x.dtype, x.device);
   if (sizes.has_outputs()) {
     const bool is_packed = sequence.has_value();
-    const int64_t tokens_per_thread = choose_tokens(sizes, FORWARD_VECTOR, sizes.taps() == NARROW ? 768 : 384, 128);
+    const int64_t tokens_per_thread = choose_tokens(sizes, FORWARD_VECTOR, sizes.taps() == NARROW ? 768 : 384, 32, 6);
     check_thread_count(sizes, tokens_per_thread, FORWARD_VECTOR);
     const Rows rows(x, FORWARD_VECTOR), y_rows(y.view(), FORWARD_VECTOR);
     const bool has_initial = initial.has_value() && history > 0, writes_final = output_final && history > 0;
@@ -274,7 +282,7 @@ void run_backward(StableIValue* stack, uint64_t, uint64_t) {
     const bool is_packed = sequence.has_value(), has_states = (initial.has_value() || dfinal.has_value()) && history > 0;
     // A thread also runs over the taps - 1 tokens behind its own, in whole rounds with them.
     const int64_t vector = sizes.taps() == NARROW ? 4 : 2;  // channels of a thread
-    const int64_t tokens_per_thread = choose_tokens(sizes, vector, 384, 512) + 1;
+    const int64_t tokens_per_thread = choose_tokens(sizes, vector, 384, 256, 16) + 1;
     check_thread_count(sizes, tokens_per_thread, vector);
     const int64_t tiles = sizes.batch * divide_up(sizes.tokens, tokens_per_thread);
     NewTensor partial;
