@@ -1,6 +1,7 @@
 """What the documents say is true: paths exist, commands exist, versions agree, examples run."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import typer
 from flashqla_hub.__main__ import COMMANDS, build_app
 from flashqla_hub.bench.record import read
 from flashqla_hub.bench.report import by_row, markdown_table
+from flashqla_hub.finetune.implementations import IMPLEMENTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -237,3 +239,27 @@ def test_readme_times_are_those_of_a_record():
     """Every speed table is that of one run under benchmarks/results/h200/, with all of its rows."""
     tables, runs = speed_tables(README), rows_of_runs()
     assert tables and all(sorted(table) in map(sorted, runs) for table in tables)
+
+
+def test_readme_training_figures_are_those_of_a_record():
+    """Every row of the training table stands in one file under benchmarks/results/h200/finetune/."""
+    form = r"^\| ([\d,]+) \| ([\w-]+) \| ([^|]+) \| ([\d.]+) \| ([\d,]+) \| ([\d,]+) \|$"
+    quoted = set(re.findall(form, README, flags=re.MULTILINE))
+    records = []
+    for path in (ROOT / "benchmarks/results/h200/finetune").glob("*.json"):
+        runs = json.loads(path.read_text())["runs"]
+        records.append(
+            {
+                (
+                    f"{run['seq_len']:,}",
+                    run["checkpointing"],
+                    IMPLEMENTATIONS[run["kernel"]].title,
+                    f"{run['step_ms']:.1f}",
+                    f"{run['tokens_per_second']:,.0f}",
+                    f"{run['peak_mb']:,.0f}",
+                )
+                for run in runs
+                if "missing" not in run
+            }
+        )
+    assert quoted and any(quoted <= record for record in records)
