@@ -28,9 +28,9 @@ from ._rows import (
 )
 from ._sm90 import HEAD_DIM
 
-TURNS = 2
+TURNS = 3
 ROWS = TURNS * ROWS_PER_TURN
-BLOCKS_PER_SM = 3
+BLOCKS_PER_SM = 2
 
 
 @T.macro
