@@ -45,6 +45,11 @@ COMMANDS = {
     "bench-around": Command(
         "flashqla_hub.bench.around", "bench_around_command", "Time gated norm, gates and decode step on a GPU."
     ),
+    "bench-conv": Command(
+        "flashqla_hub.bench.convolution",
+        "bench_convolution_command",
+        "Time the short convolution beside FLA's on a GPU.",
+    ),
     "bench-report": Command("flashqla_hub.bench.report", "report_command", "Print the table of benchmark records."),
 }
 

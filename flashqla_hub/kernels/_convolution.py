@@ -102,10 +102,35 @@ def place_history(taps, size, raw, ring, initial, state_at, first, width, has_in
 
 
 @T.macro
+def scale_weights(taps, size, weight, bias, silu):
+    """Before SiLU, z is wanted in units of ln 2: LOG2_E times as large."""
+    if silu != 0:
+        for i in T.unroll(taps * size):
+            weight[i] = weight[i] * LOG2_E
+        for e in T.unroll(size):
+            bias[e] = bias[e] * LOG2_E
+
+
+@T.macro
+def widen(size, wide, place, raw, i):
+    """Vector `place` of `wide` = vector i of `raw`, as float32."""
+    for pair in T.unroll(size // 2):
+        at = T.address_of(raw[i * size + 2 * pair])
+        wide[place * size + 2 * pair] = T.call_extern("float32", f"widen_{raw.dtype}_low", at)
+        wide[place * size + 2 * pair + 1] = T.call_extern("float32", f"widen_{raw.dtype}_high", at)
+
+
+@T.macro
 def load_vector(size, raw, place, x, at):
     """Issues the load of one token's vector."""
     for e in T.vectorized(size):
         raw[place * size + e] = x[at, e]
+
+
+@T.macro
+def keep_order():
+    """Keeps the compiler from moving the loads of a round on to where they are used, a round later."""
+    T.sync_warp()
 
 
 @T.macro
@@ -147,18 +172,41 @@ def add_taps(taps, size, z, bias, weight, ring, place, reach, is_general):
                 z[e] = z[e] + weight[j * size + e] * ring[T.truncmod(place + taps - j, taps) * size + e]
 
 
-FAST_SIGMOID = """
-// 1 / (1 + 2^-x), to a few units in the last place. exp2f() and a division would spend six instructions on subnormal
+LN_2 = 0.6931471805599453
+
+DEVICE_CODE = """
+// ln 2 / (1 + 2^-x), to a few units in the last place. exp2f() and a division would spend six instructions on subnormal
 // numbers, which make no difference beside 1.
-static __device__ __forceinline__ float fast_sigmoid_of_log2(float x) {
+static __device__ __forceinline__ float fast_gate(float x) {
+  constexpr float LOG2_E = 1.4426950408889634f;
   float power, result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-x));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + power));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(fmaf(power, LOG2_E, LOG2_E)));
   return result;
+}
+
+// The two numbers of a register, in an instruction each where the compiler would take three for both.
+static __device__ __forceinline__ float widen_bfloat16_low(const void* pair) {
+  return __uint_as_float(*static_cast<const unsigned*>(pair) << 16);
+}
+static __device__ __forceinline__ float widen_bfloat16_high(const void* pair) {
+  return __uint_as_float(*static_cast<const unsigned*>(pair) & 0xffff0000u);
+}
+static __device__ __forceinline__ float widen_float16_low(const void* pair) {
+  float number;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}"
+      : "=f"(number) : "r"(*static_cast<const unsigned*>(pair)));
+  return number;
+}
+static __device__ __forceinline__ float widen_float16_high(const void* pair) {
+  float number;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}"
+      : "=f"(number) : "r"(*static_cast<const unsigned*>(pair)));
+  return number;
 }
 """
 
 
-def sigmoid(z):
-    """1 / (1 + e^-z); the kernel imports FAST_SIGMOID."""
-    return T.call_extern("float32", "fast_sigmoid_of_log2", z * LOG2_E)
+def fast_gate(x):
+    """sigmoid(z) / LOG2_E for x = LOG2_E z, so that x fast_gate(x) = silu(z); the kernel imports DEVICE_CODE."""
+    return T.call_extern("float32", "fast_gate", x)

@@ -1,6 +1,7 @@
 """Short depthwise causal convolution with bias and SiLU, forward, for tokens in rows (SM90).
 
     z[t] = bias + sum_{j < reach[t]} weight[W - 1 - j] x[t - j]          y[t] = silu(z[t]) or z[t]
+    and in the layer's form, for the heads of q and k                    y[t] <- y[t] / sqrt(|y[t]|^2 + 1e-6)
 
 Reads        x [B, T, D] · weights [D W] · bias [D] · sequence [B T] int32, of each token · initial [B D (W - 1)]
 Writes       y [B, T, D] · final [B D (W - 1)], the last W - 1 tokens of initial and x
@@ -16,26 +17,32 @@ seen by none and gives 0.
 import tilelang.language as T
 
 from ._convolution import (
-    FAST_SIGMOID,
+    DEVICE_CODE,
     FLOATS,
     THREADS,
     Shape,
     add_taps,
+    fast_gate,
     find_origin,
+    keep_order,
     load_bias,
     load_history,
     load_vector,
     load_weights,
     mark_tokens,
     place_history,
-    sigmoid,
+    scale_weights,
+    widen,
 )
+from ._sm90 import HEAD_DIM, L2NORM_EPS, WARP
 
-SHAPES = {
-    (4, "exact"): Shape(size=4, turn=4, blocks_per_sm=6),
-    (4, "general"): Shape(size=4, turn=4, blocks_per_sm=4),
-    (8, "exact"): Shape(size=4, turn=8, blocks_per_sm=3),
-    (8, "general"): Shape(size=4, turn=8, blocks_per_sm=3),
+SHAPES = {  # by the taps, the mode and whether heads are normalised
+    (4, "exact", False): Shape(size=4, turn=4, blocks_per_sm=5),
+    (4, "exact", True): Shape(size=4, turn=4, blocks_per_sm=5),
+    (4, "general", False): Shape(size=4, turn=4, blocks_per_sm=4),
+    (4, "general", True): Shape(size=4, turn=4, blocks_per_sm=4),
+    (8, "exact", False): Shape(size=4, turn=8, blocks_per_sm=3),
+    (8, "general", False): Shape(size=4, turn=8, blocks_per_sm=3),
 }
 
 
@@ -57,24 +64,46 @@ def write_final(size, raw, final, state_at, x, x_row_at, x_token, initial, token
 
 
 @T.macro
-def write_token(size, out, z, is_none, silu, y, y_at, is_owned):
-    """y = silu(z), or z; 0 for a token of no sequence."""
-    if silu != 0:
-        for e in T.unroll(size):
-            z[e] = z[e] * sigmoid(z[e])
+def normalize(size, z):
+    """z / sqrt(|z|^2 + eps) over the HEAD_DIM channels of a warp."""
+    square = T.alloc_var("float32")
+    square = 0.0
     for e in T.unroll(size):
-        out[e] = T.cast(T.Select(is_none, 0.0, z[e]), y.dtype)
+        square += z[e] * z[e]
+    for step in T.unroll(5):
+        square += T.shfl_xor(square, 1 << step)
+    square = T.rsqrt(square + L2NORM_EPS)
+    for e in T.unroll(size):
+        z[e] = z[e] * square
+
+
+@T.macro
+def write_token(size, out, z, is_none, silu, is_normed, y, y_at, is_owned):
+    """y = silu(z) with z in units of ln 2, or z; then normalised if asked; 0 for a token of no sequence."""
+    gate = T.alloc_var("float32")
+    for e in T.unroll(size):
+        gate = fast_gate(z[e])
+        z[e] = z[e] * T.Select(silu != 0, gate, 1.0)
+    if is_normed:
+        normalize(size, z)
+    if is_none:
+        for e in T.unroll(size):
+            z[e] = 0.0
+    for e in T.vectorized(size):
+        out[e] = T.cast(z[e], y.dtype)
     if is_owned:
         for e in T.vectorized(size):
             y[y_at, e] = out[e]
 
 
-def build_convolution(dtype, taps, mode, shape=None):
+def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
     """The prim_func; arguments in README.md.
 
     mode: "exact" for the width `taps` and rows of one sequence each, "general" for widths up to it and any sequences.
+    norms_heads: whether the first `normed_vectors` vectors are normalised, HEAD_DIM channels at a time: those of a warp.
     """
-    is_general, shape = mode == "general", shape or SHAPES[taps, mode]
+    is_general, shape = mode == "general", shape or SHAPES[taps, mode, norms_heads]
+    assert not norms_heads or shape.size * WARP == HEAD_DIM
     size, turn, blocks = shape.size, shape.turn, shape.blocks_per_sm
     weight_count, entries = T.dynamic("weight_count"), T.dynamic("entries")
     bias_count, wide_bias_count = T.dynamic("bias_count"), T.dynamic("wide_bias_count")
@@ -106,17 +135,19 @@ def build_convolution(dtype, taps, mode, shape=None):
         has_initial: T.int32,
         writes_final: T.int32,
         silu: T.int32,
+        normed_vectors: T.int32,
     ):
         with T.Kernel(
             T.ceildiv(batch * T.ceildiv(tokens, tokens_per_thread) * vectors, THREADS), threads=THREADS
         ) as block:
-            T.import_source(FAST_SIGMOID)
+            T.import_source(DEVICE_CODE)
             T.annotate_min_blocks_per_sm(blocks)
             weight, bias_local = T.alloc_local((taps * size,), "float32"), T.alloc_local((size,), "float32")
             ring, z = T.alloc_local((taps * size,), "float32"), T.alloc_local((size,), "float32")
             wide, raw_weight = T.alloc_local((FLOATS,), "float32"), T.alloc_local((taps * size,), dtype)
             raw_history = T.alloc_local(((taps - 1) * size,), dtype)
-            raw, out = T.alloc_local((turn * size,), dtype), T.alloc_local((size,), dtype)
+            raw, coming = T.alloc_local((turn * size,), dtype), T.alloc_local((turn * size,), dtype)
+            out = T.alloc_local((size,), dtype)
             tile, vector, row, tiles, state_at, entry_at = (T.alloc_var("int32") for _ in range(6))
             first, stop, token, origin, previous, reach, marks = (T.alloc_var("int32") for _ in range(7))
             x_at, y_at = T.alloc_var("int64"), T.alloc_var("int64")
@@ -138,27 +169,33 @@ def build_convolution(dtype, taps, mode, shape=None):
                         x_at += x_token
                 load_weights(taps, size, raw_weight, wide, weight, weights, wide_weights, is_wide, vector, width)
                 load_bias(size, raw_weight, bias_local, bias, wide_bias, is_wide, vector, has_bias)
+                scale_weights(taps, size, weight, bias_local, silu)
                 place_history(taps, size, raw_history, ring, initial, state_at, first, width, has_initial)
                 if is_general:
                     find_origin(taps, origin, previous, sequence, entry_at + first, first, is_packed)
                 for part in T.unroll(T.truncdiv(stop - first + turn - 1, turn), unroll_factor=1):
                     token = first + part * turn
+                    for i in T.unroll(turn):
+                        load_vector(size, coming, i, x, x_at)
+                        if token + turn + i + 1 < stop:
+                            x_at += x_token
+                    keep_order()
                     marks = 0
                     if is_general and is_packed != 0:
                         mark_tokens(turn, marks, previous, sequence, entry_at + token, stop - token)
                     for i in T.unroll(turn):
-                        for e in T.unroll(size):
-                            ring[i % taps * size + e] = T.cast(raw[i * size + e], "float32")
-                        load_vector(size, raw, i, x, x_at)
-                        if token + turn + i + 1 < stop:
-                            x_at += x_token
+                        widen(size, ring, i % taps, raw, i)
                         if is_general:
                             if (marks >> i & 1) != 0:
                                 origin = token + i
                             reach = T.min(width, token + i - origin + 1)
                         add_taps(taps, size, z, bias_local, weight, ring, i % taps, reach, is_general)
-                        write_token(size, out, z, (marks >> (turn + i) & 1) != 0, silu, y, y_at, token + i < stop)
+                        is_none = is_general and (marks >> (turn + i) & 1) != 0
+                        is_normed = norms_heads and vector < normed_vectors
+                        write_token(size, out, z, is_none, silu, is_normed, y, y_at, token + i < stop)
                         y_at += vectors
+                    for i in T.unroll(turn * size):
+                        raw[i] = coming[i]
                 if writes_final != 0 and stop == tokens:
                     write_final(
                         size,

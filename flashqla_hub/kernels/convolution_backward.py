@@ -16,19 +16,24 @@ Thread       a vector of neighbouring channels over the `tokens_per_thread` toke
 import tilelang.language as T
 
 from ._convolution import (
-    FAST_SIGMOID,
+    DEVICE_CODE,
     FLOATS,
+    LN_2,
+    LOG2_E,
     THREADS,
     Shape,
     add_taps,
+    fast_gate,
     find_origin,
+    keep_order,
     load_bias,
     load_history,
     load_vector,
     load_weights,
     mark_tokens,
     place_history,
-    sigmoid,
+    scale_weights,
+    widen,
 )
 
 SHAPES = {
@@ -38,39 +43,45 @@ SHAPES = {
 
 
 @T.macro
-def differentiate(size, dz, z, dy, at, silu, is_dead):
-    """dz = dy silu'(z), or dy; 0 for a token that gives no output."""
+def differentiate(size, dz, z, dy, at, silu):
+    """dz = ln 2 dy silu'(z) with z in units of ln 2, or dy."""
     gate = T.alloc_var("float32")
+    widen(size, dz, 0, dy, at)
     for e in T.unroll(size):
-        dz[e] = T.cast(dy[at * size + e], "float32")
-    if silu != 0:
-        for e in T.unroll(size):
-            gate = sigmoid(z[e])
-            dz[e] = dz[e] * (gate + z[e] * gate * (1.0 - gate))
-    for e in T.unroll(size):
-        dz[e] = T.Select(is_dead, 0.0, dz[e])
+        gate = fast_gate(z[e])
+        gate = gate + z[e] * gate * (LN_2 - gate)
+        dz[e] = dz[e] * T.Select(silu != 0, gate, 1.0)
 
 
 @T.macro
 def spread(taps, size, dz, weight, ring, dring, dweight, dbias, place, reach, is_general, is_owned):
     """Adds what a token gives to the gradients of its taps, and, unless another tile does, to those of the weights."""
-    share = T.alloc_var("float32")
     for e in T.unroll(size):
         dring[place * size + e] = weight[e] * dz[e]
-        share = T.Select(is_owned, dz[e], 0.0)
-        dbias[e] = dbias[e] + share
-        dweight[e] = dweight[e] + share * ring[place * size + e]
+        if is_owned:
+            dbias[e] = dbias[e] + dz[e]
+            dweight[e] = dweight[e] + dz[e] * ring[place * size + e]
     for j in T.unroll(1, taps):
         for e in T.unroll(size):
             if not is_general or j < reach:
-                share = T.Select(is_owned, dz[e], 0.0)
                 at = T.truncmod(place + taps - j, taps) * size + e
                 dring[at] = dring[at] + weight[j * size + e] * dz[e]
-                dweight[j * size + e] = dweight[j * size + e] + share * ring[at]
+                if is_owned:
+                    dweight[j * size + e] = dweight[j * size + e] + dz[e] * ring[at]
 
 
 @T.macro
-def add_dfinal(size, dring, place, dfinal, state_at, u, first_kept, width, has_dfinal):
+def silence(size, turn, raw_dy, token, tokens):
+    """Zeros for dy of the round's tokens behind the last."""
+    if token + turn > tokens:
+        for i in T.unroll(turn):
+            if token + i >= tokens:
+                for e in T.unroll(size):
+                    raw_dy[i * size + e] = T.cast(0, raw_dy.dtype)
+
+
+@T.macro
+def add_dfinal(size, dring, place, dfinal, state_at, u, first_kept, width, has_dfinal, silu):
     """Adds the gradient of a final state to that of the token that it keeps, the first of which is `first_kept`."""
     if has_dfinal != 0 and u >= first_kept and u < first_kept + width - 1 and u > -width:
         for e in T.unroll(size):
@@ -90,7 +101,7 @@ def write_dinitial(size, out, dinitial, state_at, u, first, width, has_initial):
 @T.macro
 def write_vector(size, out, values, place, x, at, is_owned):
     """Rounds a vector of the ring, and writes it unless another tile does."""
-    for e in T.unroll(size):
+    for e in T.vectorized(size):
         out[e] = T.cast(values[place * size + e], x.dtype)
     if is_owned:
         for e in T.vectorized(size):
@@ -146,7 +157,7 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
         silu: T.int32,
     ):
         with T.Kernel(T.ceildiv(partial_tiles * vectors, THREADS), threads=THREADS) as block:
-            T.import_source(FAST_SIGMOID)
+            T.import_source(DEVICE_CODE)
             T.annotate_min_blocks_per_sm(blocks)
             weight, bias_local = T.alloc_local((taps * size,), "float32"), T.alloc_local((size,), "float32")
             dweight, dbias = T.alloc_local((taps * size,), "float32"), T.alloc_local((size,), "float32")
@@ -155,9 +166,11 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
             wide, raw_weight = T.alloc_local((FLOATS,), "float32"), T.alloc_local((taps * size,), dtype)
             raw_history = T.alloc_local(((taps - 1) * size,), dtype)
             raw, raw_dy = T.alloc_local((turn * size,), dtype), T.alloc_local((turn * size,), dtype)
+            coming, coming_dy = T.alloc_local((turn * size,), dtype), T.alloc_local((turn * size,), dtype)
             out = T.alloc_local((size,), dtype)
             tile, vector, row, tiles, state_at, entry_at = (T.alloc_var("int32") for _ in range(6))
             first, stop, end, token, origin, previous, reach, marks, u = (T.alloc_var("int32") for _ in range(9))
+            scale = T.alloc_var("float32")
             x_at, dy_at, dx_at = T.alloc_var("int64"), T.alloc_var("int64"), T.alloc_var("int64")
             tile = T.truncdiv(block * THREADS + T.get_thread_binding(), vectors)
             vector = T.truncmod(block * THREADS + T.get_thread_binding(), vectors)
@@ -184,55 +197,99 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
                 place_history(taps, size, raw_history, ring, initial, state_at, first, width, has_initial)
                 if is_general:
                     find_origin(taps, origin, previous, sequence, entry_at + first, first, is_packed)
+                scale_weights(taps, size, weight, bias_local, silu)
                 for i in T.unroll(taps * size):
                     dring[i] = 0.0
                     dweight[i] = 0.0
                 for e in T.unroll(size):
                     dbias[e] = 0.0
-                for part in T.unroll(T.truncdiv(stop - first + taps - 1 + turn - 1, turn), unroll_factor=1):
+                for part in T.unroll(T.truncdiv(stop - first + turn - 1, turn), unroll_factor=1):
                     token = first + part * turn
+                    for i in T.unroll(turn):
+                        load_vector(size, coming, i, x, x_at)
+                        load_vector(size, coming_dy, i, dy, dy_at)
+                        if token + turn + i + 1 < end:
+                            x_at += x_token
+                            dy_at += dy_token
+                    keep_order()
                     marks = 0
                     if is_general and is_packed != 0:
                         mark_tokens(turn, marks, previous, sequence, entry_at + token, end - token)
+                    silence(size, turn, raw_dy, token, tokens)
                     for i in T.unroll(turn):
                         if is_general:
                             if (marks >> i & 1) != 0:
                                 origin = token + i
                             reach = T.min(width, token + i - origin + 1)
-                        for e in T.unroll(size):
-                            ring[i % taps * size + e] = T.cast(raw[i * size + e], "float32")
-                        load_vector(size, raw, i, x, x_at)
+                        widen(size, ring, i % taps, raw, i)
                         add_taps(taps, size, z, bias_local, weight, ring, i % taps, reach, is_general)
-                        differentiate(
-                            size, dz, z, raw_dy, i, silu, (marks >> (turn + i) & 1) != 0 or token + i >= tokens
-                        )
-                        load_vector(size, raw_dy, i, dy, dy_at)
-                        if token + turn + i + 1 < end:
-                            x_at += x_token
-                            dy_at += dy_token
-                        spread(
-                            taps,
-                            size,
-                            dz,
-                            weight,
-                            ring,
-                            dring,
-                            dweight,
-                            dbias,
-                            i % taps,
-                            reach,
-                            is_general,
-                            token + i < stop,
-                        )
+                        differentiate(size, dz, z, raw_dy, i, silu)
+                        if is_general and (marks >> (turn + i) & 1) != 0:
+                            for e in T.unroll(size):
+                                dz[e] = 0.0
+                        spread(taps, size, dz, weight, ring, dring, dweight, dbias, i % taps, reach, is_general, True)
                         u = token + i - (taps - 1)
                         if has_states:
                             add_dfinal(
-                                size, dring, (i + 1) % taps, dfinal, state_at, u, tokens - width + 1, width, has_dfinal
+                                size,
+                                dring,
+                                (i + 1) % taps,
+                                dfinal,
+                                state_at,
+                                u,
+                                tokens - width + 1,
+                                width,
+                                has_dfinal,
+                                silu,
                             )
                         write_vector(size, out, dring, (i + 1) % taps, dx, dx_at, u >= first and u < stop)
                         if has_states:
                             write_dinitial(size, out, dinitial, state_at, u, first, width, has_initial)
                         dx_at += vectors
+                    for i in T.unroll(turn * size):
+                        raw[i] = coming[i]
+                        raw_dy[i] = coming_dy[i]
+                # The tokens behind the tile, whose dz reach into it.
+                token = first + T.truncdiv(stop - first + turn - 1, turn) * turn
+                marks = 0
+                if is_general and is_packed != 0:
+                    mark_tokens(turn, marks, previous, sequence, entry_at + token, end - token)
+                silence(size, turn, raw_dy, token, tokens)
+                for i in T.unroll(taps - 1):
+                    if is_general:
+                        if (marks >> i & 1) != 0:
+                            origin = token + i
+                        reach = T.min(width, token + i - origin + 1)
+                    widen(size, ring, i % taps, raw, i)
+                    add_taps(taps, size, z, bias_local, weight, ring, i % taps, reach, is_general)
+                    differentiate(size, dz, z, raw_dy, i, silu)
+                    if is_general and (marks >> (turn + i) & 1) != 0:
+                        for e in T.unroll(size):
+                            dz[e] = 0.0
+                    spread(taps, size, dz, weight, ring, dring, dweight, dbias, i % taps, reach, is_general, False)
+                    u = token + i - (taps - 1)
+                    if has_states:
+                        add_dfinal(
+                            size,
+                            dring,
+                            (i + 1) % taps,
+                            dfinal,
+                            state_at,
+                            u,
+                            tokens - width + 1,
+                            width,
+                            has_dfinal,
+                            silu,
+                        )
+                    write_vector(size, out, dring, (i + 1) % taps, dx, dx_at, u >= first and u < stop)
+                    if has_states:
+                        write_dinitial(size, out, dinitial, state_at, u, first, width, has_initial)
+                    dx_at += vectors
+                scale = T.Select(silu != 0, LOG2_E, 1.0)
+                for i in T.unroll(taps * size):
+                    dweight[i] = dweight[i] * scale
+                for e in T.unroll(size):
+                    dbias[e] = dbias[e] * scale
                 for j in T.unroll(taps):
                     for e in T.vectorized(size):
                         partial[tile, j, vector, e] = dweight[j * size + e]

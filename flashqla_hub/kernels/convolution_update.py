@@ -11,7 +11,7 @@ Thread       a channel of a row. Row b has the state rows[b], or b; a negative o
 
 import tilelang.language as T
 
-from ._convolution import FAST_SIGMOID, sigmoid
+from ._convolution import DEVICE_CODE, LOG2_E, fast_gate
 
 THREADS = 128
 
@@ -65,7 +65,7 @@ def build_convolution_update(dtype, taps):
         silu: T.int32,
     ):
         with T.Kernel(T.ceildiv(channels, THREADS), batch, threads=THREADS) as (part, row):
-            T.import_source(FAST_SIGMOID)
+            T.import_source(DEVICE_CODE)
             weight, ring = T.alloc_local((taps,), "float32"), T.alloc_local((taps,), "float32")
             channel, slot = T.alloc_var("int32"), T.alloc_var("int32")
             offset, z, gate = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
@@ -97,7 +97,7 @@ def build_convolution_update(dtype, taps):
                                 z = z + weight[j] * ring[j]
                         for j in T.unroll(taps - 1):
                             ring[taps - 1 - j] = ring[taps - 2 - j]
-                        gate = sigmoid(z)
+                        gate = fast_gate(z * LOG2_E) * LOG2_E
                         y[row, channel, t] = T.cast(z * T.Select(silu != 0, gate, 1.0), dtype)
                     move_state(state, x, slot, row, channel, length, count)
 

@@ -73,18 +73,19 @@ class ConvolutionSpec:
     dtype: str
     taps: int
     mode: str  # "exact" for this width and rows of one sequence, "general" for widths up to it and any sequences
+    norms_heads: bool = False  # the form for the layer, which also normalises the heads of q and k
     # A round of four tokens has a load and a store each.
     minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 8, "STG": 4})
     pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
 
     @property
     def name(self) -> str:
-        return f"convolution_{self.mode}_{self.taps}_{self.dtype}"
+        return f"convolution_{'normed_' if self.norms_heads else ''}{self.mode}_{self.taps}_{self.dtype}"
 
     def build(self) -> Any:
         from .convolution import build_convolution
 
-        return build_convolution(DTYPES[self.dtype], self.taps, self.mode)
+        return build_convolution(DTYPES[self.dtype], self.taps, self.mode, self.norms_heads)
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,25 @@ class ConvolutionGradientsSpec:
         from .convolution_gradients import build_convolution_gradients
 
         return build_convolution_gradients((DTYPES | {"fp32": "float32"})[self.dtype])
+
+
+@dataclass(frozen=True)
+class ConvolutionTurnedSpec:
+    """The short convolution of channels in rows, whose output lies in rows of channels, for widths up to `taps`."""
+
+    dtype: str
+    taps: int
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 24, "STG": 8})
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"convolution_turned_{self.taps}_{self.dtype}"
+
+    def build(self) -> Any:
+        from .convolution_turned import build_convolution_turned
+
+        return build_convolution_turned(DTYPES[self.dtype], self.taps)
 
 
 @dataclass(frozen=True)
@@ -262,8 +282,10 @@ SPECS = (
     *(FactorSpec(dtype) for dtype in DTYPES),
     *(RecurrenceSpec(dtype) for dtype in DTYPES),
     *(ConvolutionSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS, ("exact", "general"))),
+    *(ConvolutionSpec(dtype, 4, mode, norms_heads=True) for dtype in DTYPES for mode in ("exact", "general")),
     *(ConvolutionBackwardSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS, ("exact", "general", "states"))),
     *(ConvolutionGradientsSpec(dtype) for dtype in (*DTYPES, "fp32")),
+    *(ConvolutionTurnedSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS)),
     *(ConvolutionUpdateSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS)),
     *(NormSpec(dtype) for dtype in DTYPES),
     *(NormBackwardSpec(dtype) for dtype in DTYPES),

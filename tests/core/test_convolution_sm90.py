@@ -3,6 +3,7 @@
 A stand-in takes the place of the compiled ops; the kernels themselves are tested on an SM90 GPU.
 """
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,10 @@ def fits_vector_loads(x: Tensor) -> bool:
     return x.stride(2) == 1 and x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in strides)
 
 
+def is_turned(x: Tensor) -> bool:
+    return x.stride(1) == 1 and x.stride(2) >= x.shape[1] > 1
+
+
 def is_flat(*tensors) -> bool:
     return all(x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0) for x in tensors)
 
@@ -54,15 +59,20 @@ class StandIn:
     def __init__(self):
         self.calls = []
 
-    def sm90_causal_conv1d_fwd(self, x, weight, bias, sequence, initial, silu, output_final):
+    def sm90_causal_conv1d_fwd(self, x, weight, bias, sequence, initial, silu, output_final, normed_channels):
         self.calls.append(("fwd", x, weight, bias, sequence, initial))
-        assert fits_vector_loads(x) and is_flat(weight, bias, sequence, initial)
+        assert fits_vector_loads(x) or (is_turned(x) and not normed_channels)
+        assert is_flat(weight, bias, sequence, initial)
         assert sequence is None or sequence.dtype == torch.int32
         width = weight.shape[1]
         extended, taps, _, _ = taps_of(x.double(), width, sequence, initial)
         z = convolve(taps, weight, bias, sequence)
         final = extended[:, extended.shape[1] - width + 1 :].transpose(1, 2)[: x.shape[0] if output_final else 0]
-        return (F.silu(z) if silu else z).to(x.dtype).contiguous(), final.to(x.dtype).contiguous()
+        y = F.silu(z) if silu else z
+        heads = y[..., :normed_channels].unflatten(-1, (-1, 128)) if normed_channels else y[..., :0]
+        norm = (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        y = torch.cat([(heads / norm).flatten(2), y[..., normed_channels:]], dim=-1) if normed_channels else y
+        return y.to(x.dtype).contiguous(), final.to(x.dtype).contiguous()
 
     def sm90_causal_conv1d_bwd(self, x, dy, weight, bias, sequence, initial, dfinal, silu):
         self.calls.append(("bwd", x, dy, weight, bias, sequence, initial, dfinal))
@@ -117,6 +127,7 @@ def example(dtype=torch.float32, batch=2, tokens=11, width=WIDTH):
 
 LAYOUTS = {
     "channels first": lambda x: x.contiguous(),
+    "more channels first": lambda x: F.pad(x, (3, 2))[..., 3:-2],
     "channels last": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "part of a projection": lambda x: F.pad(x.transpose(1, 2), (8, 16))[..., 8:-16].transpose(1, 2),
     "part at an odd place": lambda x: F.pad(x.transpose(1, 2), (3, 5))[..., 3:-5].transpose(1, 2),
@@ -125,6 +136,7 @@ LAYOUTS = {
     "every second token": lambda x: x.repeat_interleave(2, dim=2)[..., ::2],
 }
 AS_THEY_ARE = {"channels last", "part of a projection"}
+TURNED_BY_THE_KERNEL = {"channels first", "more channels first"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -137,7 +149,7 @@ def test_any_layout_reaches_the_kernel_and_y_lies_in_rows(kernel, compiled, layo
     assert relative_error(y, naive(x.double(), weight.double(), bias.double(), "silu")) <= 1e-6
     assert y.transpose(1, 2).is_contiguous()
     [(_, handed, *_)] = compiled.calls
-    if layout in AS_THEY_ARE:
+    if layout in AS_THEY_ARE or (layout in TURNED_BY_THE_KERNEL and tokens > 1):
         assert handed.data_ptr() == x.data_ptr(), "not copied"
 
 
@@ -312,3 +324,36 @@ def test_every_reason_against_the_compiled_update(capability, x, state, weight, 
     if reason is not None and weight.requires_grad:
         with torch.no_grad():
             assert capability.explain_unsupported_update(x, state, weight, None) is None
+
+
+HEADS = {"num_k_heads": 1, "head_k_dim": 128, "head_v_dim": 64}
+
+
+@pytest.mark.parametrize("boundaries", ["none", "states", "cu_seqlens", "seq_idx"])
+def test_heads_in_one_pass_are_those_of_the_separate_operations(part, compiled, boundaries):
+    convolve_heads = part("causal_conv1d.heads").convolve_heads
+    x, weight, bias = signed((1, 384, 7), 1401).float(), signed((384, 4), 1402).float(), signed((384,), 1403).float()
+    options = {
+        "none": {},
+        "states": {"initial_states": signed((1, 384, 5), 1404).float(), "return_final_states": True},
+        "cu_seqlens": {"cu_seqlens": torch.tensor([0, 3, 6])},
+        "seq_idx": {"seq_idx": torch.tensor([[0, 0, 1, 1, -1, 2, 2]])},
+    }[boundaries]
+    fast = convolve_heads(x, weight, bias, "silu", **HEADS, **options)
+    assert [call[0] for call in compiled.calls] == ["fwd"]
+    rows = fast.q.data_ptr(), fast.k.data_ptr(), fast.v.data_ptr()
+    assert [(b - a) // 4 for a, b in pairwise(rows)] == [128, 128], "parts of one row"
+    slow = convolve_heads(x.requires_grad_(), weight, bias, "silu", **HEADS, **options)
+    assert slow.v.shape == (1, 7, 2, 64) and slow.q.grad_fn is not None
+    for actual, expected in zip(fast, slow, strict=True):
+        assert (actual is None) == (expected is None)
+        assert actual is None or relative_error(actual, expected.detach()) <= 1e-5
+
+
+@pytest.mark.parametrize("size", [{"head_k_dim": 64}, {"width": 5}])
+def test_other_heads_and_widths_take_the_separate_operations(part, compiled, size):
+    heads = HEADS | {"head_k_dim": size.get("head_k_dim", 128)}
+    x, weight = signed((1, 384, 7), 1411).float(), signed((384, size.get("width", 4)), 1412).float()
+    q, k, _, _ = part("causal_conv1d.heads").convolve_heads(x, weight, None, "silu", **heads)
+    assert q.shape[-1] == k.shape[-1] == heads["head_k_dim"]
+    assert relative_error(q.norm(dim=-1), torch.ones(q.shape[:-1])) <= 1e-2

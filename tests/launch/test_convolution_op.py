@@ -24,6 +24,7 @@ class Call:
     initial: bool = False
     final: bool = False
     silu: bool = True
+    normed: int = 0
     padding: int = 16  # channels of the projection that x is a part of
 
 
@@ -50,7 +51,7 @@ def describe(results):
 
 def run_forward(call: Call):
     x, weight, bias, sequence, initial = make_arguments(call)
-    y, final = op("sm90_causal_conv1d_fwd", x, weight, bias, sequence, initial, call.silu, call.final)
+    y, final = op("sm90_causal_conv1d_fwd", x, weight, bias, sequence, initial, call.silu, call.final, call.normed)
     names = addresses_of(x=x, weight=weight, bias=bias, sequence=sequence, initial=initial, y=y, final=final)
     return launches(), names, describe((y, final)), final.unique().tolist()
 
@@ -117,6 +118,7 @@ FORWARD = {
     "has_initial": 0,
     "writes_final": 0,
     "silu": 1,
+    "normed_vectors": 0,
 }
 # In place of an operand that is not there stands x.
 NOTHING = ("bias", "wide_weights", "wide_bias", "sequence", "initial", "final", "dfinal", "dinitial", "dbias")
@@ -210,7 +212,56 @@ def test_tiles_follow_the_waves(product_process, batch, tokens, channels, expect
     assert launch.arguments["tokens_per_thread"] == expected
 
 
-BACKWARD_TILE = 1 * 4 + 4 - 3
+def run_turned(call: Call):
+    x, weight, bias, sequence, initial = make_arguments(call)
+    x = torch.zeros(call.batch, call.channels, call.tokens + 5, dtype=x.dtype)[..., 5:].transpose(1, 2)
+    y, final = op("sm90_causal_conv1d_fwd", x, weight, bias, sequence, initial, call.silu, call.final, 0)
+    return launches(), addresses_of(x=x, weight=weight, bias=bias, sequence=sequence, initial=initial, y=y, final=final)
+
+
+def test_channels_in_rows_are_turned_by_a_kernel_of_their_own(product_process):
+    [launch], names = product_process.run(run_turned, Call(initial=True, final=True))
+    assert (launch.kernel, launch.grid) == ("convolution_turned_4_bf16_kernel", (5, 1, 2))
+    expected = dict.fromkeys(NOTHING, names["x"]) | {
+        name: names[name] for name in ("x", "y", "initial", "final", "bias")
+    }
+    expected |= {
+        "weights": names["weight"],
+        "batch": 2,
+        "channels": D,
+        "tokens": 300,
+        "x_b": 305 * D,
+        "x_d": 305,
+        "width": 4,
+        "is_wide": 0,
+        "has_bias": 1,
+        "is_packed": 0,
+        "has_initial": 1,
+        "writes_final": 1,
+        "silu": 1,
+    }
+    assert_arguments(launch, expected)
+    [launch], names = product_process.run(
+        run_turned, Call(width=7, packed=True, dtype="float16", weight_dtype="float16")
+    )
+    assert launch.kernel == "convolution_turned_8_fp16_kernel"
+    assert (launch.arguments["sequence"], launch.arguments["is_packed"]) == (names["sequence"], 1)
+
+
+def test_heads_are_normalised_by_kernels_of_their_own(product_process):
+    call = Call(channels=512, normed=256, padding=0)
+    [launch], _, _, _ = product_process.run(run_forward, call)
+    assert (launch.kernel, launch.arguments["normed_vectors"]) == ("convolution_normed_exact_4_bf16_kernel", 64)
+    [launch], _, _, _ = product_process.run(
+        run_forward, replace(call, packed=True, dtype="float16", weight_dtype="float16")
+    )
+    assert launch.kernel == "convolution_normed_general_4_fp16_kernel"
+    for wrong in (replace(call, normed=100), replace(call, channels=200, normed=128), replace(call, width=5)):
+        with pytest.raises(RuntimeError, match="the SM90 convolution normalises heads of 128 channels"):
+            product_process.run(run_forward, wrong)
+
+
+BACKWARD_TILE = 4
 BACKWARD_TILES = 2 * (300 // BACKWARD_TILE)
 
 
@@ -317,7 +368,7 @@ def test_the_update_takes_strides_and_states_by_row(product_process):
 
 def call_with(change):
     """A forward whose arguments went through `change`, a function of this module."""
-    arguments = [*make_arguments(Call(packed=True)), True, False]
+    arguments = [*make_arguments(Call(packed=True)), True, False, 0]
     globals()[change](arguments)
     op("sm90_causal_conv1d_fwd", *arguments)
 
@@ -328,10 +379,6 @@ def with_float32_rows(arguments):
 
 def with_odd_channels(arguments):
     arguments[0] = arguments[0][..., 4:]
-
-
-def with_turned_rows(arguments):
-    arguments[0] = arguments[0].transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def with_one_row_for_all(arguments):
@@ -363,7 +410,6 @@ def with_a_weight_elsewhere(arguments):
     [
         ("with_float32_rows", "x is neither bfloat16 nor float16, which the SM90 kernels take"),
         ("with_odd_channels", "x has 44 channels and strides (19200, 64, 1); the SM90 convolution needs"),
-        ("with_turned_rows", "x has 48 channels and strides (14400, 1, 300); the SM90 convolution needs"),
         ("with_one_row_for_all", "x has 48 channels and strides (0, 64, 1); the SM90 convolution needs"),
         ("with_nine_taps", "weight must be [D, W] with the channels of x and a width from 1 to 8"),
         ("with_a_bias_of_another_dtype", "bias has a dtype that the SM90 convolution does not take there"),

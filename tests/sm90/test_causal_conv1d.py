@@ -121,7 +121,7 @@ def poison():
 def forward(ops, case, call):
     poison()
     return ops.sm90_causal_conv1d_fwd(
-        call.x, call.weight, call.bias, call.sequence, call.initial, case.silu, not case.lengths
+        call.x, call.weight, call.bias, call.sequence, call.initial, case.silu, not case.lengths, 0
     )
 
 
@@ -230,7 +230,7 @@ def test_a_graph_serves_other_values_and_sequences(ops):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = [
-            *ops.sm90_causal_conv1d_fwd(call.x, call.weight, call.bias, call.sequence, None, True, False),
+            *ops.sm90_causal_conv1d_fwd(call.x, call.weight, call.bias, call.sequence, None, True, False, 0),
             *ops.sm90_causal_conv1d_bwd(call.x, call.dy, call.weight, call.bias, call.sequence, None, None, True),
         ]
     other.sequence[:, 30:] = 7
@@ -247,8 +247,8 @@ def test_more_than_two_to_the_31_elements(ops):
     x = torch.zeros(case.batch, case.tokens, case.channels, dtype=torch.bfloat16, device="cuda")
     small = make_call(Case("last", batch=1, tokens=case.tokens, channels=case.channels))
     x[-1:] = small.x
-    y, _ = ops.sm90_causal_conv1d_fwd(x, small.weight, small.bias, None, None, True, False)
-    alone, _ = ops.sm90_causal_conv1d_fwd(small.x, small.weight, small.bias, None, None, True, False)
+    y, _ = ops.sm90_causal_conv1d_fwd(x, small.weight, small.bias, None, None, True, False, 0)
+    alone, _ = ops.sm90_causal_conv1d_fwd(small.x, small.weight, small.bias, None, None, True, False, 0)
     assert torch.equal(y[-1:], alone)
     del y
     dx = ops.sm90_causal_conv1d_bwd(x, x, small.weight, small.bias, None, None, None, True)[0]
@@ -302,3 +302,47 @@ def test_an_update_with_wide_weights_and_no_indices(ops):
     expected = torch.nn.functional.conv1d(extended.double(), weight[:, None].double(), groups=64)
     assert_rounded(y, expected, "y")
     assert torch.equal(pool, extended[..., 2:])
+
+
+TURNED = [
+    case
+    for case in CASES
+    if case.batch * case.tokens * case.channels < 1 << 20 and case.tokens > 1 and not case.padding
+]
+
+
+@pytest.mark.parametrize("case", TURNED, ids=lambda case: case.id)
+def test_channels_in_rows_give_the_same_numbers(ops, case):
+    """Not only to rounding: both kernels do the same sums."""
+    call = make_call(case)
+    y, final = forward(ops, case, call)
+    wider = torch.nn.functional.pad(call.x.transpose(1, 2), (3, 2), value=torch.nan)[..., 3:-2]
+    poison()
+    turned_y, turned_final = ops.sm90_causal_conv1d_fwd(
+        wider.transpose(1, 2),
+        call.weight,
+        call.bias,
+        call.sequence,
+        call.initial,
+        case.silu,
+        not case.lengths,
+        0,
+    )
+    assert torch.equal(turned_y, y) and torch.equal(turned_final, final)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("lengths", [(), (77, -3, 120)], ids=["dense", "packed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_heads_of_q_and_k_are_normalised(ops, width, lengths, dtype):
+    """In the layer's form, before the one rounding; the channels of v are as without."""
+    case = Case("heads", channels=640, width=width, lengths=lengths, dtype=dtype, padding=8)
+    call = make_call(case)
+    y, _, _ = truth(case, call)
+    heads = y[..., :384].unflatten(-1, (3, 128))
+    y[..., :384] = (heads / (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt()).flatten(2)
+    poison()
+    actual, _ = ops.sm90_causal_conv1d_fwd(call.x, call.weight, call.bias, call.sequence, None, True, False, 384)
+    assert_rounded(actual[..., :384], y[..., :384], "q and k")
+    plain, _ = ops.sm90_causal_conv1d_fwd(call.x, call.weight, call.bias, call.sequence, None, True, False, 0)
+    assert torch.equal(actual[..., 384:], plain[..., 384:])

@@ -10,6 +10,7 @@ namespace {
 constexpr int64_t ALIGNMENT = 16;         // bytes of the addresses that vectors are loaded from
 constexpr int64_t VECTOR = 8;             // channels that the layout of x keeps together
 constexpr int64_t FORWARD_VECTOR = 4;     // channels of a thread of the forward
+constexpr int64_t HEAD_DIM = 128;
 constexpr int64_t NARROW = 4, WIDE = 8;   // taps of the two classes of kernels
 constexpr int64_t MULTIPROCESSORS = 132;  // of an H100 or H200
 
@@ -154,13 +155,38 @@ Launch choose_kernel(const Launch (&kernels)[4], const TensorView& x, const Size
 
 using ForwardLaunch = decltype(&launch_convolution_exact_4_bf16);
 
-ForwardLaunch forward_kernel(const TensorView& x, const Sizes& sizes, bool is_packed) {
+ForwardLaunch forward_kernel(const TensorView& x, const Sizes& sizes, bool is_packed, bool norms_heads) {
   static constexpr ForwardLaunch EXACT[] = {launch_convolution_exact_4_bf16, launch_convolution_exact_4_fp16,
                                             launch_convolution_exact_8_bf16, launch_convolution_exact_8_fp16};
   static constexpr ForwardLaunch GENERAL[] = {launch_convolution_general_4_bf16, launch_convolution_general_4_fp16,
                                               launch_convolution_general_8_bf16, launch_convolution_general_8_fp16};
   const bool is_exact = !is_packed && sizes.width == sizes.taps();
+  if (norms_heads && is_exact) {
+    return is_bfloat16(x) ? launch_convolution_normed_exact_4_bf16 : launch_convolution_normed_exact_4_fp16;
+  }
+  if (norms_heads) {
+    return is_bfloat16(x) ? launch_convolution_normed_general_4_bf16 : launch_convolution_normed_general_4_fp16;
+  }
   return choose_kernel(is_exact ? EXACT : GENERAL, x, sizes);
+}
+
+// Whether tokens, not channels, lie side by side in x [B, T, D].
+bool is_turned(const TensorView& x) {
+  return x.rank == 3 && x.stride[1] == 1 && x.size[1] > 1 && x.size[2] > 1 && x.stride[2] >= x.size[1];
+}
+
+void launch_turned(const DeviceScope& scope, const TensorView& x, const Weights& weights, const Sizes& sizes,
+                   const TensorView& sequence, const TensorView& initial, const TensorView& y, const TensorView& final,
+                   bool is_packed, bool has_initial, bool writes_final, bool silu) {
+  using Launch = decltype(&launch_convolution_turned_4_bf16);
+  static constexpr Launch KERNELS[] = {launch_convolution_turned_4_bf16, launch_convolution_turned_4_fp16,
+                                       launch_convolution_turned_8_bf16, launch_convolution_turned_8_fp16};
+  TensorView channels = contiguous_view(x.name, x.data, x.dtype, x.device, {x.size[0], x.size[2], x.size[1]});
+  channels.stride[0] = x.stride[0];
+  channels.stride[1] = x.stride[2];
+  choose_kernel(KERNELS, x, sizes)(scope, channels, weights.weight, weights.bias, weights.wide_weight,
+                                   weights.wide_bias, sequence, initial, y, final, static_cast<int32_t>(sizes.width),
+                                   weights.is_wide, weights.has_bias, is_packed, has_initial, writes_final, silu);
 }
 
 void run_forward(StableIValue* stack, uint64_t, uint64_t) {
@@ -171,17 +197,31 @@ void run_forward(StableIValue* stack, uint64_t, uint64_t) {
   sequence.take_optional(stack[3]);
   initial.take_optional(stack[4]);
   const bool silu = as_bool(stack[5]), output_final = as_bool(stack[6]);
+  const int64_t normed_channels = as_int(stack[7]);
   x_argument.read("x");
   weight.read("weight");
   bias.read("bias");
   sequence.read("sequence");
   initial.read("initial_states");
   const TensorView& x = x_argument.view();
+  const bool turned = is_turned(x) && normed_channels == 0;
   check_dtype(x);
-  check_rows(x, x);
+  if (turned) {
+    FLASHQLA_CHECK(x.size[2] % VECTOR == 0, "x has %lld channels and the SM90 convolution takes multiples of 8.",
+                   static_cast<long long>(x.size[2]));
+  } else {
+    check_rows(x, x);
+  }
   const Weights weights(weight, bias, x, x.size[2]);
   const Sizes sizes{x.size[0], x.size[1], x.size[2], weights.width};
   const int64_t history = sizes.width - 1;
+  FLASHQLA_CHECK(normed_channels == 0 || (normed_channels > 0 && normed_channels <= sizes.channels &&
+                                          normed_channels % HEAD_DIM == 0 && sizes.channels % HEAD_DIM == 0 &&
+                                          sizes.width <= NARROW),
+                 "normed_channels is %lld of %lld channels with width %lld; the SM90 convolution normalises heads of 128 "
+                 "channels, with widths up to 4: normalise the output instead.",
+                 static_cast<long long>(normed_channels), static_cast<long long>(sizes.channels),
+                 static_cast<long long>(sizes.width));
   check_optional(sequence, x, aoti_torch_dtype_int32(), {sizes.batch, sizes.tokens});
   check_optional(initial, x, x.dtype, {sizes.batch, sizes.channels, history});
   DeviceScope scope(x.device);
@@ -192,17 +232,24 @@ void run_forward(StableIValue* stack, uint64_t, uint64_t) {
     const bool is_packed = sequence.has_value();
     const int64_t tokens_per_thread = choose_tokens(sizes, FORWARD_VECTOR, sizes.taps() == NARROW ? 768 : 384, 32, 6);
     check_thread_count(sizes, tokens_per_thread, FORWARD_VECTOR);
-    const Rows rows(x, FORWARD_VECTOR), y_rows(y.view(), FORWARD_VECTOR);
     const bool has_initial = initial.has_value() && history > 0, writes_final = output_final && history > 0;
-    forward_kernel(x, sizes, is_packed)(
-        scope, rows.vectors, weights.weight, weights.bias, weights.wide_weight, weights.wide_bias,
-        flat_or_nothing(sequence, "sequence", x, aoti_torch_dtype_int32()),
-        has_initial ? as_flat(initial.view()) : nothing("initial_states", x, x.dtype), y_rows.vectors,
-        writes_final ? as_flat(final_states.view()) : nothing("final_states", x, x.dtype),
-        static_cast<int32_t>(sizes.batch), static_cast<int32_t>(sizes.tokens),
-        static_cast<int32_t>(sizes.channels / FORWARD_VECTOR), rows.row, static_cast<int32_t>(rows.token),
-        static_cast<int32_t>(sizes.width), static_cast<int32_t>(tokens_per_thread), weights.is_wide, weights.has_bias,
-        is_packed, has_initial, writes_final, silu);
+    const TensorView numbers = flat_or_nothing(sequence, "sequence", x, aoti_torch_dtype_int32());
+    const TensorView before = has_initial ? as_flat(initial.view()) : nothing("initial_states", x, x.dtype);
+    const TensorView after = writes_final ? as_flat(final_states.view()) : nothing("final_states", x, x.dtype);
+    const Rows y_rows(y.view(), FORWARD_VECTOR);
+    if (turned) {
+      launch_turned(scope, x, weights, sizes, numbers, before, y_rows.vectors, after, is_packed, has_initial,
+                    writes_final, silu);
+    } else {
+      const Rows rows(x, FORWARD_VECTOR);
+      forward_kernel(x, sizes, is_packed, normed_channels > 0)(
+          scope, rows.vectors, weights.weight, weights.bias, weights.wide_weight, weights.wide_bias, numbers, before,
+          y_rows.vectors, after, static_cast<int32_t>(sizes.batch), static_cast<int32_t>(sizes.tokens),
+          static_cast<int32_t>(sizes.channels / FORWARD_VECTOR), rows.row, static_cast<int32_t>(rows.token),
+          static_cast<int32_t>(sizes.width), static_cast<int32_t>(tokens_per_thread), weights.is_wide,
+          weights.has_bias, is_packed, has_initial, writes_final, silu,
+          static_cast<int32_t>(normed_channels / FORWARD_VECTOR));
+    }
   } else if (output_final) {
     if (initial.has_value()) {
       final_states.copy_from(initial.handle());
@@ -280,9 +327,8 @@ void run_backward(StableIValue* stack, uint64_t, uint64_t) {
                     x.device);
   if (sizes.has_outputs()) {
     const bool is_packed = sequence.has_value(), has_states = (initial.has_value() || dfinal.has_value()) && history > 0;
-    // A thread also runs over the taps - 1 tokens behind its own, in whole rounds with them.
     const int64_t vector = sizes.taps() == NARROW ? 4 : 2;  // channels of a thread
-    const int64_t tokens_per_thread = choose_tokens(sizes, vector, 384, 256, 16) + 1;
+    const int64_t tokens_per_thread = choose_tokens(sizes, vector, 384, 256, 16);
     check_thread_count(sizes, tokens_per_thread, vector);
     const int64_t tiles = sizes.batch * divide_up(sizes.tokens, tokens_per_thread);
     NewTensor partial;
@@ -360,7 +406,7 @@ void run_update(StableIValue* stack, uint64_t, uint64_t) {
 
 const OpRegistration forward_registration(
     "sm90_causal_conv1d_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? sequence, Tensor? initial_states, bool silu, "
-    "bool output_final_states) -> (Tensor y, Tensor final_states)",
+    "bool output_final_states, int normed_channels) -> (Tensor y, Tensor final_states)",
     "sm90_causal_conv1d_fwd", run_forward);
 
 const OpRegistration backward_registration(
