@@ -21,7 +21,7 @@ ARROWS = {
         "causal_conv1d",
         "causal_conv1d.validation",
         "gated_delta_rule",
-        "gated_delta_rule.gates",
+        "gated_delta_rule.gate_ops",
         "keywords",
     },
     "layers": {

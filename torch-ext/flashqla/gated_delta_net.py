@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from .causal_conv1d.validation import ACTIVATIONS
 from .gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from .gated_delta_rule.gates import log_decay
+from .gated_delta_rule.gate_ops import activate
 from .keywords import bounds_of, restart_where_sequence_changes, unknown_keyword
 
 
@@ -169,28 +169,33 @@ def _recur(layer, mixed, value_dim, b, a, cache, past, seq_idx, cu_seqlens) -> T
     q, k, v = mixed.split((key_dim, key_dim, value_dim), dim=-1)
     q, k, v = _heads(q, layer.head_k_dim), _heads(k, layer.head_k_dim), _heads(v, layer.head_v_dim)
     if seq_idx is None:
-        gate = {"g": a, "use_gate_in_kernel": True, "A_log": layer.A_log, "dt_bias": layer.dt_bias}
+        options = {
+            "use_gate_in_kernel": True,
+            "A_log": layer.A_log,
+            "dt_bias": layer.dt_bias,
+            "use_beta_sigmoid_in_kernel": True,
+        }
     else:
-        g = log_decay(a, layer.A_log, layer.dt_bias)
-        gate = {"g": restart_where_sequence_changes(g, seq_idx, None)}
+        a, b = activate(a, b, layer.A_log, layer.dt_bias, False)
+        a, options = restart_where_sequence_changes(a, seq_idx, None), {}
     rule = chunk_gated_delta_rule
     if past.recurrent is not None and q.shape[1] == 1:
         # Where no gradient is wanted the state moves on in its place, and the cache has nothing left to copy.
         rule = fused_recurrent_gated_delta_rule
-        gate["inplace_final_state"] = not torch.is_grad_enabled()
+        options["inplace_final_state"] = not torch.is_grad_enabled()
     else:
-        gate["plan"] = getattr(layer, "flashqla_plan", "auto")
+        options["plan"] = getattr(layer, "flashqla_plan", "auto")
     return rule(
         q,
         k,
         v,
+        g=a,
         beta=b,
         initial_state=past.recurrent,
         output_final_state=cache is not None,
         use_qk_l2norm_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
         cu_seqlens=cu_seqlens,
-        **gate,
+        **options,
     )
 
 
