@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashqla_hub.reference import gated_delta_rule
+from flashqla_hub.reference import gated_delta_rule, gated_delta_rule_backward
 
 from .compare import relative_error
 from .inputs import GRADIENTS, TENSORS, make_problem, solve, truth
@@ -140,3 +140,72 @@ def test_strided_bounds_reach_the_compiled_forward_contiguous(kernel, compiled):
     strided = torch.stack([problem.cu_seqlens, problem.cu_seqlens + 1], dim=1)[:, 0]
     solve(kernel, replace(problem, cu_seqlens=strided))
     assert compiled[0]["cu_seqlens"].is_contiguous()
+
+
+@pytest.fixture
+def compiled_backward(part, compiled, monkeypatch) -> list[dict]:
+    """Serve every backward by a stand-in as well; the list holds the arguments of its calls."""
+    calls = []
+
+    def stand_in(q, k, v, g, beta, initial_state, cu_seqlens, do, dht, scale, l2norm, state_v_first, output_dinitial):
+        calls.append({"q": q, "k": k, "v": v, "do": do, "dht": dht, "initial_state": initial_state})
+        assert not state_v_first and output_dinitial == (initial_state is not None)
+        *grads, dh0 = gated_delta_rule_backward(
+            *(x.double() for x in (q, k, v, g, beta, do)),
+            dht=None if dht is None else dht.double(),
+            scale=scale,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+            use_qk_l2norm=l2norm,
+        )
+        dh0 = dh0 if output_dinitial else dh0[:0]
+        return *(grad.to(v.dtype) for grad in grads[:3]), *(grad.float() for grad in grads[3:]), dh0.float()
+
+    path = part("gated_delta_rule.sm90_path")
+    monkeypatch.setattr(part("gated_delta_rule.capability"), "explain_unsupported_backward", lambda *tensors: None)
+    monkeypatch.setattr(path.ops, "sm90_gated_delta_rule_bwd", stand_in, raising=False)
+    return calls
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 40, 40, 90]], ids=["dense", "packed"])
+@pytest.mark.parametrize("view", [None, *VIEWS])
+def test_the_compiled_backward_gets_what_it_can_load_and_its_gradients_arrive(kernel, compiled_backward, bounds, view):
+    batch = 2 if bounds is None else 1
+    problem = make_problem(batch, 100, 1, 2, seed=1340, bounds=bounds, states=(7, 8), **ROOMY).to(torch.float32)
+    problem = problem if view is None else problem.map(VIEWS[view])
+    outcome, expected = solve(kernel, problem), truth(problem)
+    [call] = compiled_backward
+    for name in ("q", "k", "v"):
+        assert torch.equal(call[name], getattr(problem, name))
+    assert call["do"].is_contiguous() and call["dht"].is_contiguous() and call["initial_state"].is_contiguous()
+    for name in GRADIENTS:
+        assert relative_error(getattr(outcome, name), getattr(expected, name)) <= 1e-4, name
+
+
+def test_a_missing_gradient_of_the_outputs_is_zero_for_the_compiled_backward(kernel, compiled_backward):
+    problem = make_problem(1, 70, 1, 2, seed=1350, states=(7, 8), **ROOMY).to(torch.float32)
+    leaves = [getattr(problem, name).clone().requires_grad_() for name in TENSORS]
+    _, state = kernel.chunk_gated_delta_rule(*leaves, output_final_state=True)
+    state.sum().backward()
+    [call] = compiled_backward
+    assert not call["do"].any() and call["do"].shape == problem.v.shape
+    assert call["initial_state"] is None and leaves[0].grad is not None
+
+
+def test_a_missing_gradient_of_the_states_stays_missing(kernel, compiled_backward):
+    problem = make_problem(1, 70, 1, 2, seed=1360, **ROOMY).to(torch.float32)
+    leaves = [getattr(problem, name).clone().requires_grad_() for name in TENSORS]
+    o, _ = kernel.chunk_gated_delta_rule(*leaves)
+    o.sum().backward()
+    assert compiled_backward[0]["dht"] is None
+    assert fits_tile_loads(compiled_backward[0]["do"]), "the gradient of a sum is one number for all"
+
+
+def test_float16_has_no_compiled_backward(part, monkeypatch):
+    capability = part("gated_delta_rule.capability")
+    monkeypatch.setattr(capability, "explain_unsupported", lambda *tensors: None)
+    single, half = (torch.empty(1, 1, 1, 128, dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
+    assert capability.explain_unsupported_backward(*[single] * 5) is None
+    assert capability.explain_unsupported_backward(*[half] * 5) == (
+        "q has dtype torch.float16, and the SM90 backward takes bfloat16"
+    )

@@ -10,6 +10,7 @@ from ..sm90 import explain_device
 SM90_FORWARD = "sm90_gated_delta_rule_fwd"
 SM90_HEAD_DIM = 128
 SM90_DTYPES = (torch.bfloat16, torch.float16)
+SM90_BACKWARD_DTYPES = (torch.bfloat16,)
 
 
 def explain_unsupported(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Optional[str]:
@@ -26,3 +27,11 @@ def explain_unsupported(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
         if size != SM90_HEAD_DIM:
             return f"{name} is {size}, and the SM90 kernels take head size {SM90_HEAD_DIM}"
     return None
+
+
+def explain_unsupported_backward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Optional[str]:
+    """The same of a backward."""
+    reason = explain_unsupported(q, k, v, g, beta)
+    if reason is None and q.dtype not in SM90_BACKWARD_DTYPES:
+        return f"q has dtype {q.dtype}, and the SM90 backward takes bfloat16"
+    return reason
