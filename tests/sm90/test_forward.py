@@ -226,7 +226,7 @@ def test_compiles_to_one_graph(kernel):
 
 
 def test_gradients_flow_through_the_forward(kernel):
-    """The forward keeps no states; the backward recomputes them on the PyTorch path and says so."""
+    """The forward keeps no states; the backward computes them again."""
     problem = on_gpu(make_problem(1, 200, 2, 4, seed=95))
     leaves = [getattr(problem, name).clone().requires_grad_() for name in TENSORS]
     o, _ = run(kernel, replace(problem, **dict(zip(TENSORS, leaves, strict=True))))
