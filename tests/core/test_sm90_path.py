@@ -209,3 +209,21 @@ def test_float16_has_no_compiled_backward(part, monkeypatch):
     assert capability.explain_unsupported_backward(*[half] * 5) == (
         "q has dtype torch.float16, and the SM90 backward takes bfloat16"
     )
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("with_optional", [False, True], ids=["required", "all"])
+def test_library_knows_the_op_that_is_called(part, direction, with_optional):
+    """The dispatcher matches the arguments with the library's schema before it misses a kernel for the CPU."""
+    path = part("gated_delta_rule.sm90_path")
+    if not hasattr(path.ops, "sm90_gated_delta_rule_fwd"):
+        pytest.skip("this variant has no library")
+    q, k, v = rows(dim=128), rows(dim=128), rows(dim=128)
+    g = beta = torch.zeros(2, 6, 3)
+    state = torch.zeros(2, 3, 128, 128) if with_optional else None
+    last = ("auto",) if direction == "forward" else ()
+    gradients = () if direction == "forward" else (v if with_optional else None, state)
+    with pytest.raises(
+        NotImplementedError, match=f"sm90_gated_delta_rule_{'fwd' if direction == 'forward' else 'bwd'}"
+    ):
+        getattr(path, direction)(q, k, v, g, beta, state, None, *gradients, 0.1, True, *last)

@@ -225,7 +225,7 @@ def rows_of_runs() -> list[list[str]]:
         records = [record for record in read([path]) if record["op"] == "forward"]
         for gates in {record["gates"] for record in records}:
             chosen = [record for record in records if record["gates"] == gates]
-            found.append([line for line in markdown_table(chosen) if line.startswith("| (")])
+            found.append([line for line in markdown_table(chosen) if re.match(r"\| \(\d", line)])
             brief = []
             for (hk, hv, seqs, _), row in by_row(chosen).items():
                 times = [row[impl].get("ms") for impl in ("flashqla", "fla") if impl in row]
