@@ -1,4 +1,4 @@
-"""Gate sums, key norms and the chunk's solve of every value head of a key head, one chunk a block (SM90).
+"""Gate sums, key norms and the chunk's solve of every value head of some key heads, one chunk a block (SM90).
 
 With K K^T of the chunk's (normalised) keys, L = tril(diag(beta) K K^T, -1), A = (I + L)^-1 and G the decay since the
 chunk's start, the recurrence needs A[t, s] e^(G_t - G_s) beta_s. The gate is a similarity and leaves the inverse, so A is
@@ -14,12 +14,13 @@ room for keys a little longer than 1, or UNCERTAIN where beta |k|^2 may exceed 2
 
 Reads        k [T, H, 128] · g beta [T, HV] f32 · cu_seqlens as 32-bit words
 Writes       operand [slots, HV, C, C] · decay [slots, HV, C] f32, G in log2 · key_norm [slots, H, C] f32, 1 / |k| or 1
-             bound [slots, HV] f32 · zeros to rows of o below cu_seqlens[0] and from cu_seqlens[N] on
+             bound [slots, HV] f32 · zeros to rows of o below cu_seqlens[0] and from cu_seqlens[N] on, and to `ready`
 
-Blocks       slots * H: a chunk slot and key head each, if the slot has a chunk; then ZERO_BLOCKS: rows of o in turn
+Blocks       slots * blocks_per_chunk: a chunk slot and some key heads each, if the slot has a chunk
+             then ZERO_BLOCKS: rows of o and flags in turn
 
-Threads                           per block                per pair of value heads
-warp 0 (part 0 of side 0)         loads the keys           half of the solve and of the operand of head 2 i
+Threads                           per key head             per pair of value heads
+warp 0 (part 0 of side 0)         loads the next keys      half of the solve and of the operand of head 2 i
 warp 1 (part 1 of side 0)         gates of head 0          the other half, then the gates of head 2 i + 2
 warps 2, 3 (side 1)               gates of head 1          the same of head 2 i + 1
 
@@ -36,6 +37,7 @@ from ._sm90 import (
     FACTOR,
     HEAD_DIM,
     L2NORM_EPS,
+    MISSING,
     SOLVE_BLOCK,
     STRONGEST_GATE,
     UNCERTAIN,
@@ -165,6 +167,16 @@ def zero_rows(o_words, first, end, row_words, part, thread):
 
 
 @T.macro
+def clear_flags(ready, segment_rows, part, thread):
+    """Flags of the recurrence's blocks, which say what is there: nothing yet."""
+    flags, step = 2 * segment_rows, ZERO_BLOCKS * FACTOR.threads
+    for turn in T.serial(T.truncdiv(flags + step - 1, step)):
+        flag = turn * step + part * FACTOR.threads + thread
+        if flag < flags:
+            ready[T.truncdiv(flag, 2), T.truncmod(flag, 2)] = MISSING
+
+
+@T.macro
 def write_row(dtype, t, tile, scale, operand, slot, head, row, column):
     """Eight entries of a row of the operand."""
     entry, out = T.alloc_local((EIGHT,), "float16"), T.alloc_local((EIGHT,), dtype)
@@ -218,9 +230,31 @@ def solve_head(dtype, t, buffer, side, tile, operand, bound, slot, head, part, l
 
 
 @T.macro
-def solve_heads(dtype, t, side, tile, g, beta, operand, decay, bound, slot, head, group, first, rows, part, lane):
-    """Value heads head + side, head + side + SIDES, ... of the key head; gates are loaded a round ahead."""
-    gate, strength = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
+def solve_heads(
+    dtype,
+    t,
+    side,
+    tile,
+    gate,
+    strength,
+    g,
+    beta,
+    operand,
+    decay,
+    bound,
+    slot,
+    head,
+    group,
+    last,
+    first,
+    rows,
+    part,
+    lane,
+):
+    """Value heads head + side, head + side + SIDES, ... of the key head; gates are loaded a round ahead.
+
+    In the last round they are those of the next key head, unless this one is the block's `last`.
+    """
     for turn in T.serial(T.truncdiv(group + SIDES - 1 - side, SIDES)):
         buffer = turn % 2
         current = turn * SIDES + side
@@ -228,6 +262,8 @@ def solve_heads(dtype, t, side, tile, g, beta, operand, decay, bound, slot, head
         if part == 1:
             if has_next:
                 load_gates(gate, strength, g, beta, head + current + SIDES, first, rows, lane)
+            elif last == 0:
+                load_gates(gate, strength, g, beta, head + group + side, first, rows, lane)
         solve_head(dtype, t, buffer, side, tile, operand, bound, slot, head + current, part, lane)
         if part == 1:
             if has_next:
@@ -235,10 +271,18 @@ def solve_heads(dtype, t, side, tile, g, beta, operand, decay, bound, slot, head
         T.sync_threads(1 + side, SIDE)
 
 
+@T.macro
+def load_keys(t, key_ready, k, first, key_head, thread):
+    if thread < WARP:
+        T.tma_copy(k[first : first + CHUNK, key_head, :], t.k, barrier=key_ready[0])
+        arrive(key_ready, 0, thread)
+
+
 def build_factor(dtype):
     """The prim_func for q, k, v of `dtype`; arguments in README.md."""
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     chunk_slots, words, row_words = T.dynamic("chunk_slots"), T.dynamic("words"), T.dynamic("row_words")
+    segment_rows = T.dynamic("segment_rows")
     k_t, k_h = T.dynamic("k_t", "int64"), T.dynamic("k_h", "int64")
 
     @T.prim_func
@@ -251,104 +295,123 @@ def build_factor(dtype):
         decay: T.Tensor((chunk_slots, value_heads, CHUNK), "float32"),
         key_norm: T.Tensor((chunk_slots, key_heads, CHUNK), "float32"),
         bound: T.Tensor((chunk_slots, value_heads), "float32"),
+        ready: T.Tensor((segment_rows, 2), "int32"),
         o_words: T.Tensor((tokens, row_words), "int32"),
         use_l2norm: T.int32,
         words_per_entry: T.int32,
         dense_length: T.int32,
         sequences: T.int32,
+        blocks_per_chunk: T.int32,
+        heads_per_block: T.int32,
     ):
-        with T.Kernel(chunk_slots * key_heads + ZERO_BLOCKS, threads=FACTOR.threads) as block:
+        with T.Kernel(chunk_slots * blocks_per_chunk + ZERO_BLOCKS, threads=FACTOR.threads) as block:
             T.annotate_min_blocks_per_sm(FACTOR.blocks_per_sm)
             t = Tiles(dtype)
             T.annotate_layout({tile: linear(tile) for tile in [t.kk, *t.solve]})
             KK = T.alloc_fragment((CHUNK, CHUNK), "float32")
             gate, strength = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
             key_ready = T.alloc_barrier([1])
+            T.pdl_trigger()
             thread = T.get_thread_binding()
             lane, part, side = thread % WARP, (thread // WARP) % 2, thread // SIDE
-            slot, key_head, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            group, first, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            found, end, index = T.alloc_local((1,), "int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            slot, key_head = T.truncdiv(block, key_heads), T.truncmod(block, key_heads)
+            slot, head, group = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            key_head, next_block = T.alloc_var("int32"), T.alloc_var("int32")
+            first, rows, last = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            found, end, index = T.alloc_local((3,), "int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            lane_now, part_now = T.alloc_var("int32"), T.alloc_var("int32")
+            slot = T.truncdiv(block, blocks_per_chunk)
+            key_head = T.truncmod(block, blocks_per_chunk) * heads_per_block
+            next_block = T.min(key_head + heads_per_block, key_heads)
             group = T.truncdiv(value_heads, key_heads)
-            head = key_head * group
             if slot < chunk_slots:
                 find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, CHUNK, lane)
-                first = offset(cu_words, found[0], words_per_entry, dense_length, tokens)
-                end = offset(cu_words, found[0] + 1, words_per_entry, dense_length, tokens)
+                first, end = found[1], found[2]
                 index = slot - T.truncdiv(first, CHUNK) - found[0]
                 first += index * CHUNK
                 rows = T.Select(index < 0, 0, T.min(CHUNK, end - first))
             else:
                 rows = 0
                 end = offset(cu_words, 0, words_per_entry, dense_length, tokens)
-                zero_rows(o_words, 0, end, row_words, block - chunk_slots * key_heads, thread)
+                zero_rows(o_words, 0, end, row_words, block - chunk_slots * blocks_per_chunk, thread)
                 first = offset(cu_words, sequences, words_per_entry, dense_length, tokens)
                 end = tokens
-                zero_rows(o_words, first, end, row_words, block - chunk_slots * key_heads, thread)
+                zero_rows(o_words, first, end, row_words, block - chunk_slots * blocks_per_chunk, thread)
+                clear_flags(ready, segment_rows, block - chunk_slots * blocks_per_chunk, thread)
             if rows > 0:
-                if thread < WARP:
-                    T.tma_copy(k[first : first + CHUNK, key_head, :], t.k, barrier=key_ready[0])
-                    arrive(key_ready, 0, thread)
+                load_keys(t, key_ready, k, first, key_head, thread)
                 if part == 1:
                     if side < group:
-                        load_gates(gate, strength, g, beta, head + side, first, rows, lane)
+                        load_gates(gate, strength, g, beta, key_head * group + side, first, rows, lane)
                 for a, c in T.Parallel(CHUNK, CHUNK):
                     t.solve[0][a, c] = T.cast(0, "float16")
                     t.solve[1][a, c] = T.cast(0, "float16")
-                wait(key_ready, 0, 0)
-                if rows < CHUNK:
-                    for a, c in T.Parallel(CHUNK, HEAD_DIM):
-                        if a >= rows:
-                            t.k[a, c] = T.cast(0, dtype)
-                    T.fence_proxy_async()
+                for turn in T.serial(next_block - key_head):
+                    head = (key_head + turn) * group
+                    last = T.cast(key_head + turn + 1 == next_block, "int32")
+                    # Places that follow from the lane are to be computed anew for each head: kept, they would spill.
+                    lane_now = T.shfl_sync(lane, lane)
+                    part_now = T.shfl_sync(part, 0)
+                    wait(key_ready, 0, turn % 2)
+                    if rows < CHUNK:
+                        for a, c in T.Parallel(CHUNK, HEAD_DIM):
+                            if a >= rows:
+                                t.k[a, c] = T.cast(0, dtype)
+                        T.fence_proxy_async()
+                    T.sync_threads()  # the tiles of the head before are free
+                    T.wgmma_gemm(t.k, t.k, KK, transpose_B=True, clear_accum=True)
+                    if part_now == 1:
+                        if side < group:
+                            sum_gates(dtype, t, 0, side, gate, strength, decay, slot, head + side, rows, lane_now)
+                    T.wait_wgmma(0)
+                    multiply_keys(t, KK, use_l2norm, thread)
                     T.sync_threads()
-                T.wgmma_gemm(t.k, t.k, KK, transpose_B=True, clear_accum=True)
-                if part == 1:
-                    if side < group:
-                        sum_gates(dtype, t, 0, side, gate, strength, decay, slot, head + side, rows, lane)
-                T.wait_wgmma(0)
-                multiply_keys(t, KK, use_l2norm, thread)
-                T.sync_threads()
-                if thread < CHUNK:
-                    key_norm[slot, key_head, thread] = t.norm[thread]
-                if side == 0:
-                    solve_heads(
-                        dtype,
-                        t,
-                        0,
-                        t.solve[0],
-                        g,
-                        beta,
-                        operand,
-                        decay,
-                        bound,
-                        slot,
-                        head,
-                        group,
-                        first,
-                        rows,
-                        part,
-                        lane,
-                    )
-                else:
-                    solve_heads(
-                        dtype,
-                        t,
-                        1,
-                        t.solve[1],
-                        g,
-                        beta,
-                        operand,
-                        decay,
-                        bound,
-                        slot,
-                        head,
-                        group,
-                        first,
-                        rows,
-                        part,
-                        lane,
-                    )
+                    if last == 0:
+                        load_keys(t, key_ready, k, first, key_head + turn + 1, thread)
+                    if thread < CHUNK:
+                        key_norm[slot, key_head + turn, thread] = t.norm[thread]
+                    if side == 0:
+                        solve_heads(
+                            dtype,
+                            t,
+                            0,
+                            t.solve[0],
+                            gate,
+                            strength,
+                            g,
+                            beta,
+                            operand,
+                            decay,
+                            bound,
+                            slot,
+                            head,
+                            group,
+                            last,
+                            first,
+                            rows,
+                            part_now,
+                            lane_now,
+                        )
+                    else:
+                        solve_heads(
+                            dtype,
+                            t,
+                            1,
+                            t.solve[1],
+                            gate,
+                            strength,
+                            g,
+                            beta,
+                            operand,
+                            decay,
+                            bound,
+                            slot,
+                            head,
+                            group,
+                            last,
+                            first,
+                            rows,
+                            part_now,
+                            lane_now,
+                        )
 
     return factor

@@ -17,4 +17,8 @@ struct SegmentPlan {
 SegmentPlan plan_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences, int64_t heads,
                           int64_t sms);
 
+// Key heads that a block of the factor kernel takes one after the other, for `slots` chunks: more where that leaves
+// several rounds of blocks.
+int64_t factor_heads_per_block(int64_t slots, int64_t key_heads, int64_t sms);
+
 }  // namespace flashqla
