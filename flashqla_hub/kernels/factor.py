@@ -1,4 +1,4 @@
-"""Gate sums, key norms and the chunk's solve of every value head of some key heads, one chunk a block (SM90).
+"""Gate sums, key norms and the chunk's solve of every value head of a key head, one chunk a block (SM90).
 
 With K K^T of the chunk's (normalised) keys, L = tril(diag(beta) K K^T, -1), A = (I + L)^-1 and G the decay since the
 chunk's start, the recurrence needs A[t, s] e^(G_t - G_s) beta_s. The gate is a similarity and leaves the inverse, so A is
@@ -14,13 +14,13 @@ room for keys a little longer than 1, or UNCERTAIN where beta |k|^2 may exceed 2
 
 Reads        k [T, H, 128] · g beta [T, HV] f32 · cu_seqlens as 32-bit words
 Writes       operand [slots, HV, C, C] · decay [slots, HV, C] f32, G in log2 · key_norm [slots, H, C] f32, 1 / |k| or 1
-             bound [slots, HV] f32 · zeros to rows of o below cu_seqlens[0] and from cu_seqlens[N] on, and to `ready`
+             bound [slots, HV] f32, if there are segments · zeros to rows of o below cu_seqlens[0] and from cu_seqlens[N] on,
+             and to `ready` of the segments
 
-Blocks       slots * blocks_per_chunk: a chunk slot and some key heads each, if the slot has a chunk
-             then ZERO_BLOCKS: rows of o and flags in turn
+Blocks       slots * H: a chunk slot and key head each, if the slot has a chunk; then ZERO_BLOCKS: rows of o and flags in turn
 
-Threads                           per key head             per pair of value heads
-warp 0 (part 0 of side 0)         loads the next keys      half of the solve and of the operand of head 2 i
+Threads                           per block                per pair of value heads
+warp 0 (part 0 of side 0)         loads the keys           half of the solve and of the operand of head 2 i
 warp 1 (part 1 of side 0)         gates of head 0          the other half, then the gates of head 2 i + 2
 warps 2, 3 (side 1)               gates of head 1          the same of head 2 i + 1
 
@@ -216,7 +216,7 @@ def write_operand(dtype, t, buffer, side, tile, operand, slot, head, part, lane)
 
 
 @T.macro
-def solve_head(dtype, t, buffer, side, tile, operand, bound, slot, head, part, lane):
+def solve_head(dtype, t, buffer, side, tile, operand, bound, segment_rows, slot, head, part, lane):
     """The solve of one value head by the two warps of a side, and the operand from it."""
     invert_block(t.kk_columns, t.beta, buffer, side, tile, 2 * part + lane // SOLVE_BLOCK, lane % SOLVE_BLOCK)
     T.sync_threads(1 + side, SIDE)
@@ -226,35 +226,16 @@ def solve_head(dtype, t, buffer, side, tile, operand, bound, slot, head, part, l
     T.sync_threads(1 + side, SIDE)
     write_operand(dtype, t, buffer, side, tile, operand, slot, head, part, lane)
     if part == 0:
-        write_bound(t, buffer, side, bound, slot, head, lane)
+        if segment_rows > 0:
+            write_bound(t, buffer, side, bound, slot, head, lane)
 
 
 @T.macro
 def solve_heads(
-    dtype,
-    t,
-    side,
-    tile,
-    gate,
-    strength,
-    g,
-    beta,
-    operand,
-    decay,
-    bound,
-    slot,
-    head,
-    group,
-    last,
-    first,
-    rows,
-    part,
-    lane,
+    dtype, t, side, tile, g, beta, operand, decay, bound, segment_rows, slot, head, group, first, rows, part, lane
 ):
-    """Value heads head + side, head + side + SIDES, ... of the key head; gates are loaded a round ahead.
-
-    In the last round they are those of the next key head, unless this one is the block's `last`.
-    """
+    """Value heads head + side, head + side + SIDES, ... of the key head; gates are loaded a round ahead."""
+    gate, strength = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
     for turn in T.serial(T.truncdiv(group + SIDES - 1 - side, SIDES)):
         buffer = turn % 2
         current = turn * SIDES + side
@@ -262,20 +243,11 @@ def solve_heads(
         if part == 1:
             if has_next:
                 load_gates(gate, strength, g, beta, head + current + SIDES, first, rows, lane)
-            elif last == 0:
-                load_gates(gate, strength, g, beta, head + group + side, first, rows, lane)
-        solve_head(dtype, t, buffer, side, tile, operand, bound, slot, head + current, part, lane)
+        solve_head(dtype, t, buffer, side, tile, operand, bound, segment_rows, slot, head + current, part, lane)
         if part == 1:
             if has_next:
                 sum_gates(dtype, t, 1 - buffer, side, gate, strength, decay, slot, head + current + SIDES, rows, lane)
         T.sync_threads(1 + side, SIDE)
-
-
-@T.macro
-def load_keys(t, key_ready, k, first, key_head, thread):
-    if thread < WARP:
-        T.tma_copy(k[first : first + CHUNK, key_head, :], t.k, barrier=key_ready[0])
-        arrive(key_ready, 0, thread)
 
 
 def build_factor(dtype):
@@ -301,10 +273,8 @@ def build_factor(dtype):
         words_per_entry: T.int32,
         dense_length: T.int32,
         sequences: T.int32,
-        blocks_per_chunk: T.int32,
-        heads_per_block: T.int32,
     ):
-        with T.Kernel(chunk_slots * blocks_per_chunk + ZERO_BLOCKS, threads=FACTOR.threads) as block:
+        with T.Kernel(chunk_slots * key_heads + ZERO_BLOCKS, threads=FACTOR.threads) as block:
             T.annotate_min_blocks_per_sm(FACTOR.blocks_per_sm)
             t = Tiles(dtype)
             T.annotate_layout({tile: linear(tile) for tile in [t.kk, *t.solve]})
@@ -314,15 +284,12 @@ def build_factor(dtype):
             T.pdl_trigger()
             thread = T.get_thread_binding()
             lane, part, side = thread % WARP, (thread // WARP) % 2, thread // SIDE
-            slot, head, group = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            key_head, next_block = T.alloc_var("int32"), T.alloc_var("int32")
-            first, rows, last = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            slot, key_head, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            group, first, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             found, end, index = T.alloc_local((3,), "int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            lane_now, part_now = T.alloc_var("int32"), T.alloc_var("int32")
-            slot = T.truncdiv(block, blocks_per_chunk)
-            key_head = T.truncmod(block, blocks_per_chunk) * heads_per_block
-            next_block = T.min(key_head + heads_per_block, key_heads)
+            slot, key_head = T.truncdiv(block, key_heads), T.truncmod(block, key_heads)
             group = T.truncdiv(value_heads, key_heads)
+            head = key_head * group
             if slot < chunk_slots:
                 find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, CHUNK, lane)
                 first, end = found[1], found[2]
@@ -332,86 +299,76 @@ def build_factor(dtype):
             else:
                 rows = 0
                 end = offset(cu_words, 0, words_per_entry, dense_length, tokens)
-                zero_rows(o_words, 0, end, row_words, block - chunk_slots * blocks_per_chunk, thread)
+                zero_rows(o_words, 0, end, row_words, block - chunk_slots * key_heads, thread)
                 first = offset(cu_words, sequences, words_per_entry, dense_length, tokens)
                 end = tokens
-                zero_rows(o_words, first, end, row_words, block - chunk_slots * blocks_per_chunk, thread)
-                clear_flags(ready, segment_rows, block - chunk_slots * blocks_per_chunk, thread)
+                zero_rows(o_words, first, end, row_words, block - chunk_slots * key_heads, thread)
+                clear_flags(ready, segment_rows, block - chunk_slots * key_heads, thread)
             if rows > 0:
-                load_keys(t, key_ready, k, first, key_head, thread)
+                if thread < WARP:
+                    T.tma_copy(k[first : first + CHUNK, key_head, :], t.k, barrier=key_ready[0])
+                    arrive(key_ready, 0, thread)
                 if part == 1:
                     if side < group:
-                        load_gates(gate, strength, g, beta, key_head * group + side, first, rows, lane)
+                        load_gates(gate, strength, g, beta, head + side, first, rows, lane)
                 for a, c in T.Parallel(CHUNK, CHUNK):
                     t.solve[0][a, c] = T.cast(0, "float16")
                     t.solve[1][a, c] = T.cast(0, "float16")
-                for turn in T.serial(next_block - key_head):
-                    head = (key_head + turn) * group
-                    last = T.cast(key_head + turn + 1 == next_block, "int32")
-                    # Places that follow from the lane are to be computed anew for each head: kept, they would spill.
-                    lane_now = T.shfl_sync(lane, lane)
-                    part_now = T.shfl_sync(part, 0)
-                    wait(key_ready, 0, turn % 2)
-                    if rows < CHUNK:
-                        for a, c in T.Parallel(CHUNK, HEAD_DIM):
-                            if a >= rows:
-                                t.k[a, c] = T.cast(0, dtype)
-                        T.fence_proxy_async()
-                    T.sync_threads()  # the tiles of the head before are free
-                    T.wgmma_gemm(t.k, t.k, KK, transpose_B=True, clear_accum=True)
-                    if part_now == 1:
-                        if side < group:
-                            sum_gates(dtype, t, 0, side, gate, strength, decay, slot, head + side, rows, lane_now)
-                    T.wait_wgmma(0)
-                    multiply_keys(t, KK, use_l2norm, thread)
+                wait(key_ready, 0, 0)
+                if rows < CHUNK:
+                    for a, c in T.Parallel(CHUNK, HEAD_DIM):
+                        if a >= rows:
+                            t.k[a, c] = T.cast(0, dtype)
+                    T.fence_proxy_async()
                     T.sync_threads()
-                    if last == 0:
-                        load_keys(t, key_ready, k, first, key_head + turn + 1, thread)
-                    if thread < CHUNK:
-                        key_norm[slot, key_head + turn, thread] = t.norm[thread]
-                    if side == 0:
-                        solve_heads(
-                            dtype,
-                            t,
-                            0,
-                            t.solve[0],
-                            gate,
-                            strength,
-                            g,
-                            beta,
-                            operand,
-                            decay,
-                            bound,
-                            slot,
-                            head,
-                            group,
-                            last,
-                            first,
-                            rows,
-                            part_now,
-                            lane_now,
-                        )
-                    else:
-                        solve_heads(
-                            dtype,
-                            t,
-                            1,
-                            t.solve[1],
-                            gate,
-                            strength,
-                            g,
-                            beta,
-                            operand,
-                            decay,
-                            bound,
-                            slot,
-                            head,
-                            group,
-                            last,
-                            first,
-                            rows,
-                            part_now,
-                            lane_now,
-                        )
+                T.wgmma_gemm(t.k, t.k, KK, transpose_B=True, clear_accum=True)
+                if part == 1:
+                    if side < group:
+                        sum_gates(dtype, t, 0, side, gate, strength, decay, slot, head + side, rows, lane)
+                T.wait_wgmma(0)
+                multiply_keys(t, KK, use_l2norm, thread)
+                T.sync_threads()
+                if thread < CHUNK:
+                    key_norm[slot, key_head, thread] = t.norm[thread]
+                if side == 0:
+                    solve_heads(
+                        dtype,
+                        t,
+                        0,
+                        t.solve[0],
+                        g,
+                        beta,
+                        operand,
+                        decay,
+                        bound,
+                        segment_rows,
+                        slot,
+                        head,
+                        group,
+                        first,
+                        rows,
+                        part,
+                        lane,
+                    )
+                else:
+                    solve_heads(
+                        dtype,
+                        t,
+                        1,
+                        t.solve[1],
+                        g,
+                        beta,
+                        operand,
+                        decay,
+                        bound,
+                        segment_rows,
+                        slot,
+                        head,
+                        group,
+                        first,
+                        rows,
+                        part,
+                        lane,
+                    )
 
     return factor

@@ -123,8 +123,10 @@ def build_recurrence(dtype):
         segment_chunks: T.int32,
         replay: T.int32,
         has_cuts: T.int32,
+        first_block: T.int32,
+        blocks: T.int32,
     ):
-        with T.Kernel(segment_slots * value_heads * (1 + 2 * has_cuts), threads=RECURRENCE.threads) as block:
+        with T.Kernel(blocks, threads=RECURRENCE.threads) as launched:
             t, b = Tiles(dtype), Barriers()
             state, scores = StateRegisters(dtype), ScoreRegisters(dtype)
             T.annotate_layout(
@@ -133,6 +135,7 @@ def build_recurrence(dtype):
             )
             thread = T.get_thread_binding()
             item, key_head = T.alloc_local((ITEM_WORDS,), "int32"), T.alloc_var("int32")
+            block = first_block + launched
             T.pdl_trigger()
             T.pdl_sync()
             if thread < WARP:

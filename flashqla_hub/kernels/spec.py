@@ -30,7 +30,7 @@ class FactorSpec:
 
     dtype: str
     # K K^T is 8 wgmma of depth 16; each side joins 16-blocks (2 + 2 mma.sync) and 32-blocks (a loop of 4, then 6).
-    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"HGMMA": 8, "HMMA": 28, "UTMALDG": 4})
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"HGMMA": 8, "HMMA": 28, "UTMALDG": 2})
     pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
 
     @property

@@ -98,10 +98,10 @@ def test_kernels_in_order(product_process):
 
 
 def test_cut_sequences_have_blocks_that_make_states_before_those_that_make_outputs(product_process):
-    [factor, recurrence], _, _ = product_process.run(run, replace(PACKED, segment_chunks=2))
-    slots = 300 // 128 + 3
+    [factor, recurrence], _, _ = product_process.run(run, replace(PACKED, segment_chunks=1))
+    slots = 300 // 64 + 3
     assert recurrence.grid == (3 * slots * HV, 1, 1)
-    expected = {"segment_slots": slots, "segment_chunks": 2, "replay": 2, "has_cuts": 1}
+    expected = {"segment_slots": slots, "segment_chunks": 1, "replay": 1, "has_cuts": 1, "first_block": 0}
     assert {name: recurrence.arguments[name] for name in expected} == expected
     assert factor.arguments["segment_rows"] == slots * HV, "flags to clear"
     assert factor.arguments["ready"] == recurrence.arguments["ready"]
@@ -109,8 +109,21 @@ def test_cut_sequences_have_blocks_that_make_states_before_those_that_make_outpu
     assert 0 not in workspaces and len(set(workspaces)) == 5
 
 
+def test_whole_rounds_of_blocks_have_launches_of_their_own(product_process):
+    """32 segments of 4 heads fill the card once, and so do the blocks that make the states of the linked ones."""
+    [factor, states, outputs], _, _ = product_process.run(run, Call(tokens=64 * 1024, segment_chunks=32))
+    rows = (1024 // 32 + 1) * HV
+    assert [launch.grid[0] for launch in (states, outputs)] == [2 * rows, rows]
+    assert [launch.arguments["first_block"] for launch in (states, outputs)] == [0, 2 * rows]
+    different = {"first_block", "blocks"}
+    for name in states.arguments.keys() - different:
+        assert states.arguments[name] == outputs.arguments[name]
+    assert factor.arguments["ready"] == outputs.arguments["ready"]
+    assert [launch.programmatic for launch in (factor, states, outputs)] == [0, 1, 1]
+
+
 def test_scratch_arrays_share_one_allocation_and_do_not_overlap(product_process):
-    [factor, recurrence], _, _ = product_process.run(run, replace(PACKED, segment_chunks=2))
+    [factor, recurrence, *_], _, _ = product_process.run(run, replace(PACKED, segment_chunks=2))
     rows = (300 // 128 + 3) * HV
     sizes = {
         factor.arguments["decay"]: SLOTS * HV * 64 * 4,
@@ -136,19 +149,11 @@ def test_segments_longer_than_every_sequence_need_no_states(product_process):
 
 
 def test_few_long_rows_are_cut_and_many_are_not(product_process):
-    """One long sequence of 4 heads leaves 128 of 132 SMs idle; 264 sequence-heads fill the card twice."""
+    """One long sequence of 4 heads would leave 128 of 132 SMs idle; 264 sequence-heads fill the card twice."""
     few, _, _ = product_process.run(run, Call(tokens=64 * 256))
-    assert few[1].arguments["has_cuts"] == 1 and few[1].grid[0] > 3 * 64
+    assert few[-1].arguments["has_cuts"] == 1 and few[-1].grid[0] > 64
     many, _, _ = product_process.run(run, Call(batch=66, tokens=64 * 4))
     assert many[1].arguments["has_cuts"] == 0 and many[1].grid[0] == 66 * HV
-
-
-def test_blocks_of_the_factor_kernel_take_more_heads_where_there_are_many(product_process):
-    """Four rounds of 528 blocks are left with both key heads from 2112 chunk slots on."""
-    for slots, heads in ((2111, 1), (2112, 2)):
-        [factor, *_], _, _ = product_process.run(run, Call(tokens=64 * (slots - 1), segment_chunks=slots))
-        assert (factor.arguments["heads_per_block"], factor.arguments["blocks_per_chunk"]) == (heads, H // heads)
-        assert factor.grid[0] == slots * (H // heads) + 128
 
 
 def test_results_have_the_documented_shapes(product_process):
@@ -197,10 +202,8 @@ def test_factor_gets_keys_and_gates(product_process):
         "cu_words": addresses["offsets"],
         "o_words": addresses["o"],
         "operand": addresses["A"],
-        "blocks_per_chunk": H,
         "chunk_slots": SLOTS,
         "dense_length": -1,
-        "heads_per_block": 1,
         "key_heads": H,
         "row_words": HV * 64,
         "sequences": 3,
@@ -249,6 +252,8 @@ def test_recurrence_gets_everything(product_process):
         "sequences": 3,
         "state_v_first": 1,
         "has_cuts": 0,
+        "first_block": 0,
+        "blocks": 3 * HV,
         "tokens": 300,
         "use_l2norm": 1,
         "words": 8,
@@ -314,7 +319,7 @@ def test_without_chunks_nothing_is_launched_and_states_stay(product_process, cal
 
 def test_many_heads_stay_on_the_first_grid_axis(product_process):
     found, _, _ = product_process.run(run, Call(tokens=1, offsets=(0,) * 20_000 + (1,)))
-    assert [launch.grid for launch in found] == [(20_000 + 128, 1, 1), (20_000 * HV, 1, 1)]
+    assert [launch.grid for launch in found] == [(20_000 * H + 128, 1, 1), (20_000 * HV, 1, 1)]
 
 
 def call_with(index, change):

@@ -145,7 +145,7 @@ Sizes read_sizes(const Arguments& arguments) {
   const int64_t longest = sizes.dense_length == NO_DENSE_LENGTH ? sizes.tokens : sizes.dense_length;
   sizes.segments = plan_segments(arguments.segment_chunks, sizes.tokens, longest, sizes.sequences, sizes.v_heads,
                                  device_properties(q.device).multiprocessors);
-  require_int32(2 * sizes.segments.slots * sizes.v_heads, "the SM90 forward",
+  require_int32(3 * sizes.segments.slots * sizes.v_heads, "the SM90 forward",
                 "the number of segments times value heads");
   if (arguments.initial_state.has_value()) {
     const TensorView& state = arguments.initial_state.view();
@@ -237,9 +237,15 @@ class Forward {
                          between);
     void* const unused = between.decay.data;  // any valid address: the kernel neither reads nor writes it
     const bool has_initial = arguments_.initial_state.has_value();
-    launch_recurrence_kernel(
-        between, has_initial ? as_float32(arguments_.initial_state, initial_copy).data : unused,
-        arguments_.output_final_state ? final_state_.view().data : unused);
+    void* const initial = has_initial ? as_float32(arguments_.initial_state, initial_copy).data : unused;
+    void* const final_state = arguments_.output_final_state ? final_state_.view().data : unused;
+    const int64_t outputs = sizes_.segments.slots * sizes_.v_heads, states = 2 * rows;  // blocks
+    if (sizes_.segments.apart) {
+      launch_recurrence_kernel(between, initial, final_state, 0, states);
+      launch_recurrence_kernel(between, initial, final_state, states, outputs);
+    } else {
+      launch_recurrence_kernel(between, initial, final_state, 0, states + outputs);
+    }
   }
 
   // What one kernel leaves to the other, and blocks of a kernel to others.
@@ -251,17 +257,15 @@ class Forward {
     const TensorView o_words =
         contiguous_view("o", o_.view().data, aoti_torch_dtype_int32(), scope_.index(),
                         {sizes_.tokens, sizes_.v_heads * HEAD_DIM / 2});
-    const int64_t heads = factor_heads_per_block(sizes_.slots, sizes_.heads,
-                                                 device_properties(scope_.index()).multiprocessors);
-    const int64_t blocks = (sizes_.heads + heads - 1) / heads;  // of a chunk
     const auto launch = is_bfloat16() ? launch_factor_bf16 : launch_factor_fp16;
     launch(scope_, as_tokens(arguments_.k.view(), sizes_.tokens), g, beta, offset_words(), operand_.view(),
            between.decay, between.key_norm, between.bound, between.ready, o_words, arguments_.use_l2norm,
-           words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences),
-           static_cast<int32_t>(blocks), static_cast<int32_t>(heads));
+           words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
   }
 
-  void launch_recurrence_kernel(const Intermediates& between, void* initial, void* final_state) {
+  // Of the blocks that make states and of those that make outputs behind them, `blocks` from `first_block` on.
+  void launch_recurrence_kernel(const Intermediates& between, void* initial, void* final_state, int64_t first_block,
+                                int64_t blocks) {
     const SegmentPlan& segments = sizes_.segments;
     const auto launch = is_bfloat16() ? launch_recurrence_bf16 : launch_recurrence_fp16;
     launch(scope_, as_tokens(arguments_.q.view(), sizes_.tokens), as_tokens(arguments_.k.view(), sizes_.tokens),
@@ -271,7 +275,8 @@ class Forward {
            static_cast<float>(arguments_.scale), arguments_.use_l2norm, arguments_.initial_state.has_value(),
            arguments_.output_final_state, arguments_.state_v_first, words_per_entry(), sizes_.dense_length,
            static_cast<int32_t>(sizes_.sequences), static_cast<int32_t>(segments.slots),
-           static_cast<int32_t>(segments.chunks), static_cast<int32_t>(segments.replay), segments.has_cuts);
+           static_cast<int32_t>(segments.chunks), static_cast<int32_t>(segments.replay), segments.has_cuts,
+           static_cast<int32_t>(first_block), static_cast<int32_t>(blocks));
   }
 
   int32_t words_per_entry() const {

@@ -10,15 +10,12 @@ struct SegmentPlan {
   int64_t slots;   // places for segments: tokens / (64 chunks) + sequences
   int64_t replay;  // longest warm-up of a segment, in chunks
   bool has_cuts;   // whether any sequence may have more than one segment
+  bool apart;      // whether states are made in a launch of their own
 };
 
 // Args: chunks of a segment if the caller says, or 0 for the fastest; tokens of all sequences and of the longest one (or
 // a bound); sequences, value heads, SMs of the GPU.
 SegmentPlan plan_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences, int64_t heads,
                           int64_t sms);
-
-// Key heads that a block of the factor kernel takes one after the other, for `slots` chunks: more where that leaves
-// several rounds of blocks.
-int64_t factor_heads_per_block(int64_t slots, int64_t key_heads, int64_t sms);
 
 }  // namespace flashqla
