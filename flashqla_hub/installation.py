@@ -23,6 +23,8 @@ from .package.download import REPO_ID, VERSION
 if TYPE_CHECKING:
     from kernels import Mode
 
+PLANS = ("auto", "invariant", "off")
+
 # Models that hold the kernel by our doing, so that `unregister` finds their layers, norms and hooks.
 _adopted: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
@@ -35,6 +37,7 @@ def kernelize(
     trust_remote_code: bool | list[str] = False,
     device: str | torch.device | None = None,
     mode: "Mode | None" = None,
+    plan: str = "auto",
 ) -> nn.Module:
     """Install the kernel in every gated delta rule layer of a transformers model, for inference and training.
 
@@ -61,6 +64,8 @@ def kernelize(
         device: Where the model runs; the device of its parameters by default.
         mode: A `kernels.Mode`; by default Mode.TRAINING or Mode.INFERENCE after `model.training`. The kernel serves both,
             so it need not be installed again when the model changes mode.
+        plan: How the SM90 kernels cut long sequences, "auto", "invariant" (the same bits in any batch and with the heads
+            spread over any number of GPUs) or "off"; see `chunk_gated_delta_rule`. It belongs to the layers and functions.
 
     Returns:
         The model. `report(model)` tells what serves each layer.
@@ -72,6 +77,8 @@ def kernelize(
     Warns:
         UserWarning: nothing could be installed, and why; the model works as before.
     """
+    if plan not in PLANS:
+        raise ValueError(f"plan is {plan!r}; it must be one of {', '.join(map(repr, PLANS))}.")
     nets = required_nets(model, "kernelize")
     device_type = device_type_of(model, device)
     mode = _checked_mode(model, mode)
@@ -83,6 +90,9 @@ def kernelize(
     if chosen.available("kernelize"):
         mark_layers()
         _replace_forwards(nets, chosen, device_type, mode)
+        for net in nets:
+            for layer in net.replaceable.values():
+                serving.set_plan(layer, plan)
         registry.add(chosen)
         adopt(model, chosen)
     return model

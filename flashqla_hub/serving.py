@@ -24,8 +24,14 @@ def set_forward(layer: nn.Module, forward: Callable) -> None:
     vars(layer)["_old_forward" if is_wrapped(layer) else "forward"] = forward
 
 
+def set_plan(layer: nn.Module, plan: str) -> None:
+    """Tell the kernel's forward of `layer` how to cut long sequences."""
+    layer.flashqla_plan = plan
+
+
 def restore_original(layer: nn.Module) -> None:
     """Give `layer` the forward of its class again."""
+    vars(layer).pop("flashqla_plan", None)
     if is_wrapped(layer):
         set_forward(layer, MethodType(type(layer).forward, layer))
     else:

@@ -36,7 +36,9 @@ STATE_THREADS = RECURRENCE.state.warps * WARP
 EIGHT = 8  # 16-bit values of a 16-byte access
 READ, OUT = 0, 1  # rows of row_scale
 TURN = 1  # named barriers 1 and 2 say whose turn the tensor cores are; the score warpgroup meets at 3
-MEETING = 3
+MEETING, STORED = 3, 4
+LANES_PER_ROW = HEAD_DIM // EIGHT  # of a row of 16-bit values in 16-byte accesses
+LINK_ACCESSES = 16  # of a thread at once: two tiles of a transition
 
 
 @T.macro
@@ -55,19 +57,36 @@ def load_state(S, start, matrix, row, initial, states, value_stride, key_stride)
 
 
 @T.macro
-def store_state(dtype, S, end, matrix, row, final, states, transitions, value_stride, key_stride):
+def announce(thread, ready, row, part, sign):
+    """Lets other blocks read what the state warpgroups have stored."""
+    T.sync_threads(STORED, STATE_THREADS)
+    if thread == 0:
+        T.atomic_store(ready[row, part], sign, memory_order="release")
+
+
+@T.macro
+def store_state(
+    thread, dtype, r, end, matrix, row, sign, final, states, transitions, reach, ready, value_stride, key_stride
+):
     """The last state: of the sequence, of its segment, or of the segment's transition, in two parts of 16 bits."""
     if end == END_FINAL:
         for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
-            final[matrix, a * value_stride + c * key_stride] = S[a, c]
+            final[matrix, a * value_stride + c * key_stride] = r.S[a, c]
     if end == END_STATE:
         for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
-            states[row, a * HEAD_DIM + c] = S[a, c]
+            states[row, a * HEAD_DIM + c] = r.S[a, c]
+        announce(thread, ready, row, 0, sign)
     if end == END_TRANSITION:
         for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
-            transitions[row, a, c] = T.cast(S[a, c], dtype)
+            transitions[row, a, c] = T.cast(r.S[a, c], dtype)
         for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
-            transitions[row, HEAD_DIM + a, c] = T.cast(S[a, c] - T.cast(T.cast(S[a, c], dtype), "float32"), dtype)
+            transitions[row, HEAD_DIM + a, c] = T.cast(r.S[a, c] - T.cast(T.cast(r.S[a, c], dtype), "float32"), dtype)
+        for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+            r.S[a, c] *= r.S[a, c]
+        T.reduce_sum(r.S, r.squares, dim=1)
+        for a in T.Parallel(HEAD_DIM):
+            reach[row, a] = r.squares[a]
+        announce(thread, ready, row, 1, sign)
 
 
 @T.macro
@@ -103,6 +122,8 @@ def follow_links(thread, dtype, t, b, r, links, row, value_heads, states):
         multiply_half(r.S, r.high[1], r.low[1], t.k, 1)
         T.wait_wgmma(0)
         arrive(b.link_free, 0, thread)
+    if links > 0:
+        arrive(b.keys_free, 0, thread)
 
 
 @T.macro
@@ -314,6 +335,28 @@ def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_output
 
 
 @T.macro
+def bring_links(thread, dtype, t, b, item, value_heads, transitions):
+    """Transitions of the links to the places of the keys, both parts; not by TMA, which other blocks' stores do not order."""
+    row = (thread - STATE_THREADS) // LANES_PER_ROW
+    column = (thread - STATE_THREADS) % LANES_PER_ROW * EIGHT
+    packed = T.alloc_local((LINK_ACCESSES, EIGHT), dtype)
+    for i in T.serial(item[ITEM_LINKS]):
+        segment = item[ITEM_OWN] - (item[ITEM_LINKS] - i) * value_heads
+        wait(b.link_free, 0, (i + 1) % 2)
+        for part in T.serial(2 * HEAD_DIM // (LINK_ACCESSES * EIGHT)):
+            for turn in T.unroll(LINK_ACCESSES):
+                for e in T.vectorized(EIGHT):
+                    packed[turn, e] = transitions[segment, (part * LINK_ACCESSES + turn) * EIGHT + row, column + e]
+            for turn in T.unroll(LINK_ACCESSES):
+                for e in T.vectorized(EIGHT):
+                    t.k[part * (LINK_ACCESSES // EIGHT) + turn // EIGHT, turn % EIGHT * EIGHT + row, column + e] = (
+                        packed[turn, e]
+                    )
+        T.fence_proxy_async()
+        arrive(b.link_ready, 0, thread)
+
+
+@T.macro
 def form_scores(thread, dtype, t, b, r, item, scale, use_l2norm):
     """Replayed chunks have no outputs and are whole; the others have both a mask and perhaps an end."""
     if item[ITEM_START] == START_IDENTITY:  # a transition has no values, and the loader brings none
@@ -328,16 +371,10 @@ def form_scores(thread, dtype, t, b, r, item, scale, use_l2norm):
 
 
 @T.macro
-def load_tokens(thread, t, b, item, key_head, value_heads, q, k, decay, key_norm, transitions):
-    """First the transitions of the links, into the places of the keys; then the chunks."""
-    for i in T.serial(item[ITEM_LINKS]):
-        row = item[ITEM_OWN] - (item[ITEM_LINKS] - i) * value_heads
-        wait(b.link_free, 0, (i + 1) % 2)
-        for part in T.unroll(2 * HEAD_DIM // CHUNK):
-            T.tma_copy(transitions[row, part * CHUNK : (part + 1) * CHUNK, :], t.k[part, :, :], barrier=b.link_ready[0])
-        arrive(b.link_ready, 0, thread)
+def load_tokens(thread, t, b, item, key_head, q, k, decay, key_norm):
+    """The chunks, once the transitions of the links have left the places of the keys."""
     if item[ITEM_LINKS] > 0:
-        wait(b.link_free, 0, (item[ITEM_LINKS] + 1) % 2)
+        wait(b.keys_free, 0, 0)
     for i in T.serial(item[ITEM_CHUNKS]):
         stage = i % STAGES
         token, chunk = item[ITEM_FIRST_TOKEN] + i * CHUNK, item[ITEM_FIRST_SLOT] + i

@@ -59,6 +59,7 @@ class StateRegisters(Group):
         self.O = T.alloc_fragment((HEAD_DIM, CHUNK), "float32")
         self.v = T.alloc_fragment((CHUNK, HEAD_DIM), dtype)
         self.o = T.alloc_fragment((CHUNK, HEAD_DIM), dtype)
+        self.squares = T.alloc_fragment((HEAD_DIM,), "float32")
         self.high = [T.alloc_fragment((HEAD_DIM, CHUNK), dtype) for _ in range(2)]
         self.low = [T.alloc_fragment((HEAD_DIM, CHUNK), dtype) for _ in range(2)]
 
@@ -101,6 +102,8 @@ def _state(half):
             yield read("link", 0, i)
             yield done("link", 0, i)
             yield arrive("link_free", 0, arrivals)
+        if _links(trips):
+            yield arrive("keys_free", 0, arrivals)
         for i in range(trips):
             stage, slot = i % STAGES, i % SLOTS
             yield wait("scores_ready", slot, phase(i, SLOTS))
@@ -120,6 +123,10 @@ def _state(half):
 
 def _scores(trips):
     warps = RECURRENCE.scores.warps
+    for i in range(_links(trips)):
+        yield wait("link_free", 0, (i + 1) % 2)
+        yield write("link", 0, i)
+        yield arrive("link_ready", 0, warps)
     for i in range(trips):
         stage, slot = i % STAGES, i % SLOTS
         yield wait("tokens_ready", stage, phase(i, STAGES))
@@ -137,12 +144,9 @@ def _scores(trips):
 
 def _load_tokens(trips):
     links = _links(trips)
-    for i in range(links):
-        yield wait("link_free", 0, (i + 1) % 2)
-        yield write("link", 0, i)
-        yield arrive("link_ready", 0, 1)
-    if links:  # the transitions lie where the keys go
-        yield wait("link_free", 0, (links + 1) % 2)
+    if links:
+        yield wait("keys_free", 0, 0)
+        yield write("link", 0, links)  # the keys go where the transitions were
     for i in range(trips):
         stage = i % STAGES
         yield wait("tokens_free", stage, phase_before(i, STAGES))

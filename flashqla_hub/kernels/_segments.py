@@ -12,18 +12,21 @@ A *window* is the shortest run of whole chunks before a place with sum <= CERTIF
 
     replayed segment    a window of at most `replay` chunks lies before it: it runs those chunks without outputs first
     linked segment      the others: state = state_j + transition_j (state_(j-1) + ...) over the segments before it, back to
-                        the first one with a window inside (its state from zero is its state) or the sequence's first
+                        the first one with a window inside (its state from zero is its state) or the sequence's first;
+                        a chain of transitions whose norms forget what is before them ends it sooner
 """
 
 import tilelang.language as T
 
 from ._sm90 import (
+    BASE,
     CERTIFIED,
     CHUNK,
     END_FINAL,
     END_NOTHING,
     END_STATE,
     END_TRANSITION,
+    HEAD_DIM,
     ITEM_CHUNKS,
     ITEM_END,
     ITEM_FIRST_SLOT,
@@ -33,9 +36,12 @@ from ._sm90 import (
     ITEM_LINKS,
     ITEM_OWN,
     ITEM_SEQUENCE,
+    ITEM_SIGN,
     ITEM_SILENT,
     ITEM_START,
     ITEM_WORDS,
+    LINK,
+    MISSING,
     START_IDENTITY,
     START_INITIAL,
     START_STATE,
@@ -43,7 +49,7 @@ from ._sm90 import (
     WARP,
 )
 
-SEARCH_ROUNDS = 7  # 32^7 > 2^31 sequences
+NORMS_AT_ONCE = 4  # loads in flight
 
 
 def offset(cu_words, index, words_per_entry, dense_length, tokens):
@@ -63,20 +69,25 @@ def first_vote(mask):
 
 
 @T.macro
-def find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, step, lane):
-    """found[0] <- the last sequence whose first slot is not behind `slot`; a warp tries 32 at a time."""
+def find_sequence(place, cu_words, words_per_entry, dense_length, sequences, tokens, slot, step, lane):
+    """place <- the last sequence whose first slot is not behind `slot`, its first token and its end.
+
+    A warp tries 32 at a time; in the last round those are neighbours, and what was loaded for the test is the answer.
+    """
     count, width, passed = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    found[0] = 0
+    place[0] = 0
     count = sequences
-    for _ in T.serial(SEARCH_ROUNDS):
-        if count > 1:
-            width = T.truncdiv(count + WARP - 1, WARP)
-            index = T.min(found[0] + lane * width, sequences - 1)
-            start = offset(cu_words, index, words_per_entry, dense_length, tokens)
-            here = T.Select(lane * width < count, T.truncdiv(start, step) + index, T.max_value("int32"))
-            passed = T.max(T.call_extern("int32", "__popc", votes(here <= slot)) - 1, 0) * width
-            found[0] += passed
-            count = T.min(width, count - passed)
+    while count > 0:
+        width = T.truncdiv(count + WARP - 1, WARP)
+        index = T.min(place[0] + lane * width, sequences - 1)
+        start = offset(cu_words, index, words_per_entry, dense_length, tokens)
+        end = offset(cu_words, index + 1, words_per_entry, dense_length, tokens)
+        here = T.Select(lane * width < count, T.truncdiv(start, step) + index, T.max_value("int32"))
+        passed = T.max(T.call_extern("int32", "__popc", votes(here <= slot)) - 1, 0)
+        place[1] = T.shfl_sync(start, passed)
+        place[2] = T.shfl_sync(end, passed)
+        place[0] += passed * width
+        count = T.Select(width == 1, 0, T.min(width, count - passed * width))
 
 
 @T.macro
@@ -101,18 +112,54 @@ def measure_window(window, bound, head, end, count, lane):
 
 
 @T.macro
-def count_links(links, is_base, row, value_heads, index, lane):
-    """links[0] <- segments between the own one, at `row` and the `index`-th of its sequence, and the base it starts from."""
-    place = T.alloc_var("int32")
-    links[0] = -1
-    for turn in T.serial(T.truncdiv(index + WARP - 1, WARP)):
-        if links[0] < 0:
-            back = turn * WARP + lane
-            place = 0
-            if back < index:
-                place = is_base[row - (back + 1) * value_heads]
-            place = first_vote(votes(place != 0))
-            links[0] = T.Select(place > 0, turn * WARP + place - 1, links[0])
+def await_base(limit, ready, row, value_heads, index, lane):
+    """limit[0] <- segments between the own one, at `row` and the `index`-th of its sequence, and its base.
+
+    Waits until the base and all between are made: by blocks before this one, which wait for nobody.
+    """
+    turn, state, transition = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    base, unready = T.alloc_var("int32"), T.alloc_var("int32")
+    limit[0] = -1
+    turn = 0
+    while limit[0] < 0:
+        back = turn * WARP + lane
+        state = MISSING
+        transition = MISSING
+        if back < index:
+            state = T.atomic_load(ready[row - (back + 1) * value_heads, 0], memory_order="acquire")
+            transition = T.atomic_load(ready[row - (back + 1) * value_heads, 1], memory_order="acquire")
+        base = first_vote(votes(state == BASE))
+        unready = first_vote(votes(T.And(state != BASE, T.Or(state == MISSING, transition == MISSING))))
+        if T.And(base > 0, T.Or(unready == 0, unready > base)):
+            limit[0] = turn * WARP + base - 1
+        elif unready == 0:
+            turn += 1
+
+
+@T.macro
+def count_links(links, ready, reach, row, value_heads, index, lane):
+    """links[0] <- segments between the own one and the one it starts from, which are made.
+
+    That is the base, or closer where the product of the Frobenius norms of the transitions forgets what came before.
+    """
+    limit = T.alloc_local((1,), "int32")
+    total, squares = T.alloc_var("float32"), T.alloc_local((NORMS_AT_ONCE,), "float32")
+    await_base(limit, ready, row, value_heads, index, lane)
+    links[0] = limit[0]
+    total = 0.0
+    for turn in T.serial(T.truncdiv(limit[0] + NORMS_AT_ONCE - 1, NORMS_AT_ONCE)):
+        if links[0] == limit[0]:
+            for e in T.unroll(NORMS_AT_ONCE):
+                squares[e] = 0.0
+                if turn * NORMS_AT_ONCE + e < limit[0]:
+                    for part in T.unroll(HEAD_DIM // WARP):
+                        squares[e] += reach[row - (turn * NORMS_AT_ONCE + e + 1) * value_heads, part * WARP + lane]
+            for e in T.unroll(NORMS_AT_ONCE):
+                for step in T.unroll(5):
+                    squares[e] += T.shfl_xor(squares[e], 1 << step)
+                total += 0.5 * T.log2(squares[e])
+                if T.And(links[0] == limit[0], T.And(total <= CERTIFIED, turn * NORMS_AT_ONCE + e < limit[0])):
+                    links[0] = turn * NORMS_AT_ONCE + e
 
 
 @T.macro
@@ -131,23 +178,24 @@ def describe_item(
     value_heads,
     segment_chunks,
     replay,
-    states_pass,
+    makes_states,
     bound,
-    is_base,
+    ready,
+    reach,
     lane,
 ):
     """What a block does, by one warp: item[...] <- the words of ITEM_*; no chunks and END_NOTHING if nothing.
 
-    In the states pass, part 0 makes the state of a segment from zero (or the initial state) and part 1 its transition, if
-    any later segment links to them.
+    Of the blocks that make states, part 0 makes the state of a segment from zero (or the initial state) and part 1 its
+    transition, if any later segment links to them.
     """
-    found = T.alloc_local((1,), "int32")
+    found = T.alloc_local((3,), "int32")
     first, length, index, chunks, row = (T.alloc_var("int32") for _ in range(5))
     window, needed, closed, limit = (T.alloc_var("int32") for _ in range(4))  # a macro renames what it is given bare
     step = segment_chunks * CHUNK
     find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, step, lane)
-    first = offset(cu_words, found[0], words_per_entry, dense_length, tokens)
-    length = T.max(0, offset(cu_words, found[0] + 1, words_per_entry, dense_length, tokens) - first)
+    first = found[1]
+    length = T.max(0, found[2] - first)
     index = slot - T.truncdiv(first, step) - found[0]
     chunks = T.truncdiv(length + CHUNK - 1, CHUNK)
     row = slot * value_heads + head
@@ -160,7 +208,7 @@ def describe_item(
     item[ITEM_LAST_ROWS] = T.Select((index + 1) * segment_chunks < chunks, CHUNK, length - (chunks - 1) * CHUNK)
     item[ITEM_START] = T.Select(index == 0, T.Select(has_initial != 0, START_INITIAL, START_ZERO), START_ZERO)
     item[ITEM_OWN] = row
-    if states_pass == 0:
+    if makes_states == 0:
         if T.And(index >= 0, T.Or(index == 0, index * segment_chunks < chunks)):
             item[ITEM_CHUNKS] = T.min(segment_chunks, chunks - index * segment_chunks)
             if (index + 1) * segment_chunks >= chunks:
@@ -174,7 +222,7 @@ def describe_item(
                     item[ITEM_CHUNKS] += found[0]
                     item[ITEM_SILENT] = found[0]
                 else:
-                    count_links(found, is_base, row, value_heads, index, lane)
+                    count_links(found, ready, reach, row, value_heads, index, lane)
                     item[ITEM_START] = START_STATE
                     item[ITEM_LINKS] = found[0]
     else:
@@ -191,8 +239,6 @@ def describe_item(
                 item[ITEM_CHUNKS] = segment_chunks
                 item[ITEM_SILENT] = segment_chunks
                 item[ITEM_END] = T.Select(part == 0, END_STATE, END_TRANSITION)
+                item[ITEM_SIGN] = T.Select(T.And(part == 0, closed != 0), BASE, LINK)
                 if part != 0:
                     item[ITEM_START] = START_IDENTITY
-                else:
-                    if lane == 0:
-                        is_base[row] = closed

@@ -23,13 +23,16 @@ SHARED_MEMORY_OVERHEAD = 2 * 1024  # per block: the driver's part, and the barri
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 
-ITEM_WORDS = 11  # int32 words that say what a block of the recurrence does
+ITEM_WORDS = 12  # int32 words that say what a block of the recurrence does
 ITEM_SEQUENCE, ITEM_HEAD, ITEM_FIRST_TOKEN, ITEM_FIRST_SLOT, ITEM_CHUNKS, ITEM_LAST_ROWS = range(6)
-ITEM_SILENT, ITEM_START, ITEM_LINKS, ITEM_END, ITEM_OWN = range(6, ITEM_WORDS)  # chunks without outputs, START_*, ...
+ITEM_SILENT, ITEM_START, ITEM_LINKS, ITEM_END, ITEM_OWN, ITEM_SIGN = range(
+    6, ITEM_WORDS
+)  # chunks without outputs, START_*, ...
 CHUNK_WORDS = 4  # int32 words of a chunk record; the last is unused
 CHUNK_FIRST_TOKEN, CHUNK_ROWS, CHUNK_SEQUENCE = range(3)
 START_ZERO, START_INITIAL, START_IDENTITY, START_STATE = range(4)  # START_STATE: of an earlier segment, then links
 END_NOTHING, END_FINAL, END_STATE, END_TRANSITION = range(4)  # where the last state goes
+MISSING, LINK, BASE = range(3)  # what `ready` says of a segment's state and transition
 
 L2NORM_EPS = 1e-6  # inside the root
 
@@ -98,15 +101,16 @@ class RecurrenceLayout:
             "scores_free": state,
             "output_ready": half,  # each half of the value rows is stored by a warp of its own
             "output_free": 2,
-            "link_ready": 1,
+            "link_ready": self.scores.warps,
             "link_free": state,
+            "keys_free": state,
         }
 
     @property
     def barrier_slots(self) -> dict[str, int]:
         """Barriers of each name: one a stage or slot, and for finished outputs one a half and slot."""
         names = dict.fromkeys(self.arrivals, self.slots)
-        once = {"link_ready": 1, "link_free": 1}
+        once = dict.fromkeys(("link_ready", "link_free", "keys_free"), 1)
         return names | once | {"tokens_ready": self.stages, "tokens_free": self.stages, "output_ready": 2 * self.slots}
 
     def shared_memory(self, dtype: str) -> int:

@@ -14,9 +14,10 @@ room for keys a little longer than 1, or UNCERTAIN where beta |k|^2 may exceed 2
 
 Reads        k [T, H, 128] · g beta [T, HV] f32 · cu_seqlens as 32-bit words
 Writes       operand [slots, HV, C, C] · decay [slots, HV, C] f32, G in log2 · key_norm [slots, H, C] f32, 1 / |k| or 1
-             bound [slots, HV] f32 · zeros to rows of o below cu_seqlens[0] and from cu_seqlens[N] on
+             bound [slots, HV] f32, if there are segments · zeros to rows of o below cu_seqlens[0] and from cu_seqlens[N] on,
+             and to `ready` of the segments
 
-Blocks       slots * H: a chunk slot and key head each, if the slot has a chunk; then ZERO_BLOCKS: rows of o in turn
+Blocks       slots * H: a chunk slot and key head each, if the slot has a chunk; then ZERO_BLOCKS: rows of o and flags in turn
 
 Threads                           per block                per pair of value heads
 warp 0 (part 0 of side 0)         loads the keys           half of the solve and of the operand of head 2 i
@@ -36,6 +37,7 @@ from ._sm90 import (
     FACTOR,
     HEAD_DIM,
     L2NORM_EPS,
+    MISSING,
     SOLVE_BLOCK,
     STRONGEST_GATE,
     UNCERTAIN,
@@ -165,6 +167,16 @@ def zero_rows(o_words, first, end, row_words, part, thread):
 
 
 @T.macro
+def clear_flags(ready, segment_rows, part, thread):
+    """Flags of the recurrence's blocks, which say what is there: nothing yet."""
+    flags, step = 2 * segment_rows, ZERO_BLOCKS * FACTOR.threads
+    for turn in T.serial(T.truncdiv(flags + step - 1, step)):
+        flag = turn * step + part * FACTOR.threads + thread
+        if flag < flags:
+            ready[T.truncdiv(flag, 2), T.truncmod(flag, 2)] = MISSING
+
+
+@T.macro
 def write_row(dtype, t, tile, scale, operand, slot, head, row, column):
     """Eight entries of a row of the operand."""
     entry, out = T.alloc_local((EIGHT,), "float16"), T.alloc_local((EIGHT,), dtype)
@@ -204,7 +216,7 @@ def write_operand(dtype, t, buffer, side, tile, operand, slot, head, part, lane)
 
 
 @T.macro
-def solve_head(dtype, t, buffer, side, tile, operand, bound, slot, head, part, lane):
+def solve_head(dtype, t, buffer, side, tile, operand, bound, segment_rows, slot, head, part, lane):
     """The solve of one value head by the two warps of a side, and the operand from it."""
     invert_block(t.kk_columns, t.beta, buffer, side, tile, 2 * part + lane // SOLVE_BLOCK, lane % SOLVE_BLOCK)
     T.sync_threads(1 + side, SIDE)
@@ -214,11 +226,14 @@ def solve_head(dtype, t, buffer, side, tile, operand, bound, slot, head, part, l
     T.sync_threads(1 + side, SIDE)
     write_operand(dtype, t, buffer, side, tile, operand, slot, head, part, lane)
     if part == 0:
-        write_bound(t, buffer, side, bound, slot, head, lane)
+        if segment_rows > 0:
+            write_bound(t, buffer, side, bound, slot, head, lane)
 
 
 @T.macro
-def solve_heads(dtype, t, side, tile, g, beta, operand, decay, bound, slot, head, group, first, rows, part, lane):
+def solve_heads(
+    dtype, t, side, tile, g, beta, operand, decay, bound, segment_rows, slot, head, group, first, rows, part, lane
+):
     """Value heads head + side, head + side + SIDES, ... of the key head; gates are loaded a round ahead."""
     gate, strength = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
     for turn in T.serial(T.truncdiv(group + SIDES - 1 - side, SIDES)):
@@ -228,7 +243,7 @@ def solve_heads(dtype, t, side, tile, g, beta, operand, decay, bound, slot, head
         if part == 1:
             if has_next:
                 load_gates(gate, strength, g, beta, head + current + SIDES, first, rows, lane)
-        solve_head(dtype, t, buffer, side, tile, operand, bound, slot, head + current, part, lane)
+        solve_head(dtype, t, buffer, side, tile, operand, bound, segment_rows, slot, head + current, part, lane)
         if part == 1:
             if has_next:
                 sum_gates(dtype, t, 1 - buffer, side, gate, strength, decay, slot, head + current + SIDES, rows, lane)
@@ -239,6 +254,7 @@ def build_factor(dtype):
     """The prim_func for q, k, v of `dtype`; arguments in README.md."""
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     chunk_slots, words, row_words = T.dynamic("chunk_slots"), T.dynamic("words"), T.dynamic("row_words")
+    segment_rows = T.dynamic("segment_rows")
     k_t, k_h = T.dynamic("k_t", "int64"), T.dynamic("k_h", "int64")
 
     @T.prim_func
@@ -251,6 +267,7 @@ def build_factor(dtype):
         decay: T.Tensor((chunk_slots, value_heads, CHUNK), "float32"),
         key_norm: T.Tensor((chunk_slots, key_heads, CHUNK), "float32"),
         bound: T.Tensor((chunk_slots, value_heads), "float32"),
+        ready: T.Tensor((segment_rows, 2), "int32"),
         o_words: T.Tensor((tokens, row_words), "int32"),
         use_l2norm: T.int32,
         words_per_entry: T.int32,
@@ -264,18 +281,18 @@ def build_factor(dtype):
             KK = T.alloc_fragment((CHUNK, CHUNK), "float32")
             gate, strength = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
             key_ready = T.alloc_barrier([1])
+            T.pdl_trigger()
             thread = T.get_thread_binding()
             lane, part, side = thread % WARP, (thread // WARP) % 2, thread // SIDE
             slot, key_head, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             group, first, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            found, end, index = T.alloc_local((1,), "int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            found, end, index = T.alloc_local((3,), "int32"), T.alloc_var("int32"), T.alloc_var("int32")
             slot, key_head = T.truncdiv(block, key_heads), T.truncmod(block, key_heads)
             group = T.truncdiv(value_heads, key_heads)
             head = key_head * group
             if slot < chunk_slots:
                 find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, CHUNK, lane)
-                first = offset(cu_words, found[0], words_per_entry, dense_length, tokens)
-                end = offset(cu_words, found[0] + 1, words_per_entry, dense_length, tokens)
+                first, end = found[1], found[2]
                 index = slot - T.truncdiv(first, CHUNK) - found[0]
                 first += index * CHUNK
                 rows = T.Select(index < 0, 0, T.min(CHUNK, end - first))
@@ -286,6 +303,7 @@ def build_factor(dtype):
                 first = offset(cu_words, sequences, words_per_entry, dense_length, tokens)
                 end = tokens
                 zero_rows(o_words, first, end, row_words, block - chunk_slots * key_heads, thread)
+                clear_flags(ready, segment_rows, block - chunk_slots * key_heads, thread)
             if rows > 0:
                 if thread < WARP:
                     T.tma_copy(k[first : first + CHUNK, key_head, :], t.k, barrier=key_ready[0])
@@ -323,6 +341,7 @@ def build_factor(dtype):
                         operand,
                         decay,
                         bound,
+                        segment_rows,
                         slot,
                         head,
                         group,
@@ -342,6 +361,7 @@ def build_factor(dtype):
                         operand,
                         decay,
                         bound,
+                        segment_rows,
                         slot,
                         head,
                         group,

@@ -12,18 +12,20 @@ one scale, 2^G scale, makes the outputs. Other chunks, such as those with gates 
 the score warpgroup multiplies the keys by whole powers of two (the fractions are in the operand) and gates the scores pair
 by pair, so that only decays from an earlier to a later token are formed. L2 norms of q and k ride on the scales of rows.
 
-A sequence may be cut into segments. What starts a segment's state, and the two passes that this takes, is told in
-`_segments.py`; here it means that some first chunks may have no outputs, that a state may start as the identity (without
-values: the columns of the segment's transition), and that links may come before the chunks: S <- transition S + state.
+A sequence may be cut into segments. What starts a segment's state, and which blocks make it, is told in `_segments.py`; here
+it means that some first chunks may have no outputs, that a state may start as the identity (without values: the columns of
+the segment's transition), and that links may come before the chunks: S <- transition S + state. The blocks that make states
+come first in the grid and wait for no other, so that those behind may wait for them.
 
 Reads        q k [T, H, 128] · v [T, HV, 128] · operand decay key_norm bound of `factor.py` · cu_seqlens · initial state f32
 Writes       o [T, HV, 128], every row of the sequence · final state f32
-In between   states [V, K] f32, transitions in two 16-bit parts and is_base of segments: the first pass writes, the second reads
+In between   states [V, K] f32, transitions in two 16-bit parts with the squared norms of their rows, flags `ready`
 
 Role          threads   registers   per chunk
 state         2 x 128   176         W, Z, N, O and S of 64 value rows
-scores        1 x 128   128         scores, scales, decayed keys; zeros behind the end; announces the chunk
-token loader  1 x 32    32          q, k, decay, key norms, three stages; before them the transitions of the links
+scores        1 x 128   128         before the chunks: transitions of the links
+                                    scores, scales, decayed keys; zeros behind the end; announces the chunk
+token loader  1 x 32    32          q, k, decay, key norms, three stages
 value loader  1 x 32    32          v, operand, two slots
 storers       2 x 32    32          64 columns of o each
 
@@ -36,10 +38,12 @@ scores_ready     scores            state                  4
 scores_free      state             scores, value loader   8
 output_ready     state (a half)    storer of that half    4
 output_free      storers           scores                 2
-link_ready       token loader      state                  1 and the bytes
-link_free        state             token loader           8
+link_ready       scores            state                  4
+link_free        state             scores                 8
+keys_free        state             token loader           8, once, behind the last link
 named 1 and 2    the other half    a state warpgroup      256, in turn: K S, then the last products
 named 3          scores            scores                 128, in a chunk that ends early
+named 4          state             state                  256, before a segment's state or transition is announced
 
 The state warpgroups wait once a chunk, for `scores_ready`: the score warpgroup waits for everything else beforehand.
 """
@@ -48,6 +52,7 @@ import tilelang.language as T
 
 from ._recurrence_roles import (
     STATE_THREADS,
+    bring_links,
     follow_links,
     form_scores,
     keep_state,
@@ -68,6 +73,7 @@ from ._sm90 import (
     ITEM_LINKS,
     ITEM_OWN,
     ITEM_SEQUENCE,
+    ITEM_SIGN,
     ITEM_SILENT,
     ITEM_START,
     ITEM_WORDS,
@@ -101,7 +107,8 @@ def build_recurrence(dtype):
         initial: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
         states: T.Tensor((rows, HEAD_DIM * HEAD_DIM), "float32"),
         transitions: T.Tensor((rows, 2 * HEAD_DIM, HEAD_DIM), dtype),
-        is_base: T.Tensor((rows,), "int32"),
+        ready: T.Tensor((rows, 2), "int32"),
+        reach: T.Tensor((rows, HEAD_DIM), "float32"),
         o: T.Tensor((tokens, value_heads, HEAD_DIM), dtype),
         final: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
         scale: T.float32,
@@ -115,9 +122,11 @@ def build_recurrence(dtype):
         segment_slots: T.int32,
         segment_chunks: T.int32,
         replay: T.int32,
-        states_pass: T.int32,
+        has_cuts: T.int32,
+        first_block: T.int32,
+        blocks: T.int32,
     ):
-        with T.Kernel(segment_slots * value_heads * (1 + states_pass), threads=RECURRENCE.threads) as block:
+        with T.Kernel(blocks, threads=RECURRENCE.threads) as launched:
             t, b = Tiles(dtype), Barriers()
             state, scores = StateRegisters(dtype), ScoreRegisters(dtype)
             T.annotate_layout(
@@ -126,13 +135,18 @@ def build_recurrence(dtype):
             )
             thread = T.get_thread_binding()
             item, key_head = T.alloc_local((ITEM_WORDS,), "int32"), T.alloc_var("int32")
+            block = first_block + launched
+            T.pdl_trigger()
             T.pdl_sync()
             if thread < WARP:
+                makers = 2 * segment_slots * value_heads * has_cuts
+                makes_states = T.cast(block < makers, "int32")
+                place = T.truncdiv(T.Select(makes_states != 0, block, block - makers), value_heads)
                 describe_item(
                     item,
-                    T.truncdiv(block, value_heads * (1 + states_pass)),
+                    T.Select(makes_states != 0, T.truncdiv(place, 2), place),
                     T.truncmod(block, value_heads),
-                    T.truncmod(T.truncdiv(block, value_heads), 1 + states_pass),
+                    T.truncmod(place, 2),
                     has_initial,
                     write_final,
                     cu_words,
@@ -143,9 +157,10 @@ def build_recurrence(dtype):
                     value_heads,
                     segment_chunks,
                     replay,
-                    states_pass,
+                    makes_states,
                     bound,
-                    is_base,
+                    ready,
+                    reach,
                     thread,
                 )
                 if thread == 0:
@@ -166,24 +181,29 @@ def build_recurrence(dtype):
                 follow_links(thread, dtype, t, b, state, t.item[ITEM_LINKS], base, value_heads, states)
                 keep_state(thread, t, b, state, item[ITEM_CHUNKS], item[ITEM_SILENT])
                 store_state(
+                    thread,
                     dtype,
-                    state.S,
+                    state,
                     t.item[ITEM_END],
                     matrix,
                     t.item[ITEM_OWN],
+                    t.item[ITEM_SIGN],
                     final,
                     states,
                     transitions,
+                    reach,
+                    ready,
                     value_stride,
                     key_stride,
                 )
             elif thread < MOVERS:
                 T.set_max_nreg(RECURRENCE.scores.registers, 0)
+                bring_links(thread, dtype, t, b, item, value_heads, transitions)
                 form_scores(thread, dtype, t, b, scores, item, scale, use_l2norm)
             else:
                 T.set_max_nreg(RECURRENCE.movers.registers, 0)
                 if thread < MOVERS + WARP:
-                    load_tokens(thread, t, b, t.item, key_head, value_heads, q, k, decay, key_norm, transitions)
+                    load_tokens(thread, t, b, t.item, key_head, q, k, decay, key_norm)
                 elif thread < MOVERS + 2 * WARP:
                     load_values(thread, t, b, t.item, v, operand)
                 elif thread < MOVERS + 3 * WARP:

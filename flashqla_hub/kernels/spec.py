@@ -52,7 +52,7 @@ class RecurrenceSpec:
     # are Q K^T. Replayed chunks have 8 + 4 + 4 of their own, and a link 6 of depth 64. The tiles of V and O go through
     # transposing matrix loads and stores, four a slot.
     minimum_instructions: Mapping[str, int] = field(
-        default_factory=lambda: {"HGMMA": 80, "UTMALDG": 19, "UTMASTG": 4, "LDSM": 16, "STSM": 8, "USETMAXREG": 3}
+        default_factory=lambda: {"HGMMA": 80, "UTMALDG": 11, "UTMASTG": 4, "LDSM": 16, "STSM": 8, "USETMAXREG": 3}
     )
     pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
 

@@ -97,33 +97,42 @@ def test_kernels_in_order(product_process):
     assert [launch.programmatic for launch in found] == [0, 1]
 
 
-def test_cut_sequences_take_a_pass_for_the_states_before_the_outputs(product_process):
-    found, _, _ = product_process.run(run, replace(PACKED, segment_chunks=2))
-    slots = 300 // 128 + 3
-    assert [launch.kernel for launch in found] == ["factor_bf16_kernel"] + 2 * ["recurrence_bf16_kernel"]
-    assert [launch.grid[0] for launch in found[1:]] == [2 * slots * HV, slots * HV]
-    assert [launch.arguments["states_pass"] for launch in found[1:]] == [1, 0]
-    for name in ("segment_slots", "segment_chunks", "replay"):
-        expected = {"segment_slots": slots, "segment_chunks": 2, "replay": 2}[name]
-        assert [launch.arguments[name] for launch in found[1:]] == [expected] * 2
-    for name in ("states", "transitions_desc", "is_base", "operand_desc", "bound", "cu_words", "initial", "final"):
-        assert found[1].arguments[name] == found[2].arguments[name]
-    transitions = found[2].arguments["transitions_desc"]
-    assert transitions == tile_map(transitions.address, (128, 256, slots * HV), (256, 65536), (64, 64, 1))
-    workspaces = [found[2].arguments[name] for name in ("states", "is_base", "bound")] + [transitions.address]
-    assert 0 not in workspaces and len(set(workspaces)) == 4
+def test_cut_sequences_have_blocks_that_make_states_before_those_that_make_outputs(product_process):
+    [factor, recurrence], _, _ = product_process.run(run, replace(PACKED, segment_chunks=1))
+    slots = 300 // 64 + 3
+    assert recurrence.grid == (3 * slots * HV, 1, 1)
+    expected = {"segment_slots": slots, "segment_chunks": 1, "replay": 1, "has_cuts": 1, "first_block": 0}
+    assert {name: recurrence.arguments[name] for name in expected} == expected
+    assert factor.arguments["segment_rows"] == slots * HV, "flags to clear"
+    assert factor.arguments["ready"] == recurrence.arguments["ready"]
+    workspaces = [recurrence.arguments[name] for name in ("states", "transitions", "reach", "ready", "bound")]
+    assert 0 not in workspaces and len(set(workspaces)) == 5
+
+
+def test_whole_rounds_of_blocks_have_launches_of_their_own(product_process):
+    """32 segments of 4 heads fill the card once, and so do the blocks that make the states of the linked ones."""
+    [factor, states, outputs], _, _ = product_process.run(run, Call(tokens=64 * 1024, segment_chunks=32))
+    rows = (1024 // 32 + 1) * HV
+    assert [launch.grid[0] for launch in (states, outputs)] == [2 * rows, rows]
+    assert [launch.arguments["first_block"] for launch in (states, outputs)] == [0, 2 * rows]
+    different = {"first_block", "blocks"}
+    for name in states.arguments.keys() - different:
+        assert states.arguments[name] == outputs.arguments[name]
+    assert factor.arguments["ready"] == outputs.arguments["ready"]
+    assert [launch.programmatic for launch in (factor, states, outputs)] == [0, 1, 1]
 
 
 def test_scratch_arrays_share_one_allocation_and_do_not_overlap(product_process):
-    [factor, states, _], _, _ = product_process.run(run, replace(PACKED, segment_chunks=2))
+    [factor, recurrence, *_], _, _ = product_process.run(run, replace(PACKED, segment_chunks=2))
     rows = (300 // 128 + 3) * HV
     sizes = {
         factor.arguments["decay"]: SLOTS * HV * 64 * 4,
         factor.arguments["key_norm"]: SLOTS * H * 64 * 4,
         factor.arguments["bound"]: SLOTS * HV * 4,
-        states.arguments["states"]: rows * 128 * 128 * 4,
-        states.arguments["transitions_desc"].address: rows * 256 * 128 * 2,
-        states.arguments["is_base"]: rows * 4,
+        recurrence.arguments["states"]: rows * 128 * 128 * 4,
+        recurrence.arguments["transitions"]: rows * 256 * 128 * 2,
+        recurrence.arguments["reach"]: rows * 128 * 4,
+        recurrence.arguments["ready"]: rows * 2 * 4,
     }
     addresses = sorted(sizes)
     assert list(sizes) == addresses and all(address % 256 == addresses[0] % 256 for address in addresses)
@@ -131,19 +140,20 @@ def test_scratch_arrays_share_one_allocation_and_do_not_overlap(product_process)
         assert address + sizes[address] <= following < address + sizes[address] + 256
 
 
-def test_segments_longer_than_every_sequence_need_no_pass_for_states(product_process):
-    for call in (replace(PACKED, segment_chunks=5), Call(batch=2, tokens=300, segment_chunks=5)):
+def test_segments_longer_than_every_sequence_need_no_states(product_process):
+    for call, sequences in ((replace(PACKED, segment_chunks=5), 3), (Call(batch=2, segment_chunks=5), 2)):
         found, _, _ = product_process.run(run, call)
-        assert len(found) == 2
-        assert found[1].arguments["segment_chunks"] == 5
+        assert (found[1].grid[0], found[1].arguments["has_cuts"]) == (sequences * HV, 0)
+        assert 64 * found[1].arguments["segment_chunks"] > call.batch * call.tokens
+        assert found[0].arguments["segment_rows"] == 0, "no flags to clear"
 
 
 def test_few_long_rows_are_cut_and_many_are_not(product_process):
-    """One long sequence of 4 heads leaves 128 of 132 SMs idle; 264 sequence-heads fill the card twice."""
+    """One long sequence of 4 heads would leave 128 of 132 SMs idle; 264 sequence-heads fill the card twice."""
     few, _, _ = product_process.run(run, Call(tokens=64 * 256))
-    assert len(few) == 3 and few[2].grid[0] > 64
+    assert few[-1].arguments["has_cuts"] == 1 and few[-1].grid[0] > 64
     many, _, _ = product_process.run(run, Call(batch=66, tokens=64 * 4))
-    assert len(many) == 2
+    assert many[1].arguments["has_cuts"] == 0 and many[1].grid[0] == 66 * HV
 
 
 def test_results_have_the_documented_shapes(product_process):
@@ -185,6 +195,8 @@ def test_factor_gets_keys_and_gates(product_process):
         "decay": factor.arguments["decay"],
         "key_norm": factor.arguments["key_norm"],
         "bound": factor.arguments["bound"],
+        "ready": factor.arguments["ready"],
+        "segment_rows": 0,
         "g": addresses["g"],
         "beta": addresses["beta"],
         "cu_words": addresses["offsets"],
@@ -217,10 +229,10 @@ def test_recurrence_gets_everything(product_process):
         "operand_desc": tile_map(addresses["A"], (64, 64, HV, SLOTS), (128, 8192, HV * 8192), (64, 64, 1, 1)),
         "decay_desc": tile_map(decay, (64, HV, SLOTS), (256, HV * 256), (64, 1, 1), FLOAT32, SWIZZLE_NONE),
         "key_norm_desc": tile_map(key_norm, (64, H, SLOTS), (256, H * 256), (64, 1, 1), FLOAT32, SWIZZLE_NONE),
-        "transitions_desc": recurrence.arguments["transitions_desc"],
         "transitions": recurrence.arguments["transitions"],
         "states": recurrence.arguments["states"],
-        "is_base": recurrence.arguments["is_base"],
+        "ready": recurrence.arguments["ready"],
+        "reach": recurrence.arguments["reach"],
         "bound": factor.arguments["bound"],
         "cu_words": addresses["offsets"],
         "initial": addresses["initial"],
@@ -234,12 +246,14 @@ def test_recurrence_gets_everything(product_process):
         "scale": 0.25,
         "matrices": 3 * HV,
         "replay": 0,
-        "rows": 1,
+        "rows": 0,
         "segment_chunks": 5,
         "segment_slots": 3,
         "sequences": 3,
         "state_v_first": 1,
-        "states_pass": 0,
+        "has_cuts": 0,
+        "first_block": 0,
+        "blocks": 3 * HV,
         "tokens": 300,
         "use_l2norm": 1,
         "words": 8,

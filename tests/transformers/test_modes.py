@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 import tempfile
 from pathlib import Path
 
@@ -182,6 +183,35 @@ def test_kernels_of_others_stay(model, kernel_folder, others_kernel, install):
     install(model, kernel_folder)
     assert flashqla_hub.is_active(model)
     assert all(norm.forward.__func__ is others_kernel for norm in norms)
+
+
+@pytest.mark.parametrize("plan", ["auto", "invariant", "off"])
+def test_the_plan_reaches_the_function_through_whole_layers_and_through_functions(
+    model, kernel_folder, monkeypatch, plan
+):
+    flashqla_hub.kernelize(model, source=kernel_folder, plan=plan)
+    net = next(iter(gated_delta_nets(model)))
+    seen = []
+    for layer in (net.replaceable["chunk_gated_delta_rule"], net.module):
+        package = serving.serving_kernel(layer).__name__
+        for name, function in (("layers", "_chunk_gated_delta_rule"), ("gated_delta_net", "chunk_gated_delta_rule")):
+            part = sys.modules[f"{package}.{name}"]
+            original = getattr(part, function)
+            monkeypatch.setattr(
+                part, function, lambda *a, rule=original, **k: (seen.append(k["plan"]), rule(*a, **k))[1]
+            )
+    ids = token_ids(1, 9)
+    model(ids)
+    serving.restore_original(net.module)
+    model(ids)
+    assert set(seen) == {plan}
+    flashqla_hub.unregister(model)
+    assert not hasattr(net.replaceable["chunk_gated_delta_rule"], "flashqla_plan")
+
+
+def test_an_unknown_plan_is_refused(model, kernel_folder):
+    with pytest.raises(ValueError, match="plan is 'fast'; it must be one of 'auto', 'invariant', 'off'"):
+        flashqla_hub.kernelize(model, source=kernel_folder, plan="fast")
 
 
 def test_kernelize_leaves_every_other_forward_as_it_is(model, kernel_folder):

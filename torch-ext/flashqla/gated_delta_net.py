@@ -162,7 +162,8 @@ def _require_gathered(weight: Tensor) -> None:
 def _recur(layer, mixed, value_dim, b, a, cache, past, seq_idx, cu_seqlens) -> Tuple[Tensor, Optional[Tensor]]:
     """o [B, T, HV, V] and the state behind the last token, from mixed [B, T, C].
 
-    How many heads there are is read from the tensors: the layer may hold only its share of them.
+    How many heads there are is read from the tensors: the layer may hold only its share of them. `flashqla_plan` is an
+    attribute that `flashqla_hub.kernelize(plan=...)` gives to a layer.
     """
     key_dim = (mixed.shape[-1] - value_dim) // 2
     q, k, v = mixed.split((key_dim, key_dim, value_dim), dim=-1)
@@ -177,6 +178,8 @@ def _recur(layer, mixed, value_dim, b, a, cache, past, seq_idx, cu_seqlens) -> T
         # Where no gradient is wanted the state moves on in its place, and the cache has nothing left to copy.
         rule = fused_recurrent_gated_delta_rule
         gate["inplace_final_state"] = not torch.is_grad_enabled()
+    else:
+        gate["plan"] = getattr(layer, "flashqla_plan", "auto")
     return rule(
         q,
         k,

@@ -64,6 +64,7 @@ class chunk_gated_delta_rule(nn.Module):
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=cu_seqlens,
             chunk_size=chunk_size,
+            plan=getattr(self, "flashqla_plan", "auto"),
         )
 
 

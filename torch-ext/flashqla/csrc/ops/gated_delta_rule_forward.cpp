@@ -145,7 +145,7 @@ Sizes read_sizes(const Arguments& arguments) {
   const int64_t longest = sizes.dense_length == NO_DENSE_LENGTH ? sizes.tokens : sizes.dense_length;
   sizes.segments = plan_segments(arguments.segment_chunks, sizes.tokens, longest, sizes.sequences, sizes.v_heads,
                                  device_properties(q.device).multiprocessors);
-  require_int32(2 * sizes.segments.slots * sizes.v_heads, "the SM90 forward",
+  require_int32(3 * sizes.segments.slots * sizes.v_heads, "the SM90 forward",
                 "the number of segments times value heads");
   if (arguments.initial_state.has_value()) {
     const TensorView& state = arguments.initial_state.view();
@@ -221,57 +221,62 @@ class Forward {
 
   void launch_kernels() {
     const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
-    const bool has_cuts = sizes_.segments.has_cuts;
-    const int64_t rows = has_cuts ? sizes_.segments.slots * sizes_.v_heads : 1;  // one that no kernel touches
+    const int64_t rows = sizes_.segments.has_cuts ? sizes_.segments.slots * sizes_.v_heads : 0;
     NewTensor g_copy, beta_copy, initial_copy;
     Workspace workspace;
-    Recurrence pass{};
-    workspace.add(pass.decay, "decay", {sizes_.slots, sizes_.v_heads, CHUNK}, float32, device);
-    workspace.add(pass.key_norm, "key_norm", {sizes_.slots, sizes_.heads, CHUNK}, float32, device);
-    workspace.add(pass.bound, "bound", {sizes_.slots, sizes_.v_heads}, float32, device);
-    workspace.add(pass.states, "states", {rows, HEAD_DIM * HEAD_DIM}, float32, device);
-    workspace.add(pass.transitions, "transitions", {rows, 2 * HEAD_DIM, HEAD_DIM}, o_.view().dtype, device);
-    workspace.add(pass.is_base, "is_base", {rows}, int32, device);
+    Intermediates between{};
+    workspace.add(between.decay, "decay", {sizes_.slots, sizes_.v_heads, CHUNK}, float32, device);
+    workspace.add(between.key_norm, "key_norm", {sizes_.slots, sizes_.heads, CHUNK}, float32, device);
+    workspace.add(between.bound, "bound", {sizes_.slots, sizes_.v_heads}, float32, device);
+    workspace.add(between.states, "states", {rows, HEAD_DIM * HEAD_DIM}, float32, device);
+    workspace.add(between.transitions, "transitions", {rows, 2 * HEAD_DIM, HEAD_DIM}, o_.view().dtype, device);
+    workspace.add(between.reach, "reach", {rows, HEAD_DIM}, float32, device);
+    workspace.add(between.ready, "ready", {rows, 2}, int32, device);
     workspace.allocate();
     launch_factor_kernel(as_gate(as_float32(arguments_.g, g_copy)), as_gate(as_float32(arguments_.beta, beta_copy)),
-                         pass.decay, pass.key_norm, pass.bound);
+                         between);
+    void* const unused = between.decay.data;  // any valid address: the kernel neither reads nor writes it
     const bool has_initial = arguments_.initial_state.has_value();
-    void* const unused = pass.decay.data;  // any valid address: the kernel neither reads nor writes it
-    pass.initial = has_initial ? as_float32(arguments_.initial_state, initial_copy).data : unused;
-    pass.final_state = arguments_.output_final_state ? final_state_.view().data : unused;
-    if (has_cuts) launch_recurrence_kernel(pass, true);
-    launch_recurrence_kernel(pass, false);
+    void* const initial = has_initial ? as_float32(arguments_.initial_state, initial_copy).data : unused;
+    void* const final_state = arguments_.output_final_state ? final_state_.view().data : unused;
+    const int64_t outputs = sizes_.segments.slots * sizes_.v_heads, states = 2 * rows;  // blocks
+    if (sizes_.segments.apart) {
+      launch_recurrence_kernel(between, initial, final_state, 0, states);
+      launch_recurrence_kernel(between, initial, final_state, states, outputs);
+    } else {
+      launch_recurrence_kernel(between, initial, final_state, 0, states + outputs);
+    }
   }
 
-  // What both passes of the recurrence kernel are given.
-  struct Recurrence {
-    TensorView decay, key_norm, bound, states, transitions, is_base;
-    void *initial, *final_state;
+  // What one kernel leaves to the other, and blocks of a kernel to others.
+  struct Intermediates {
+    TensorView decay, key_norm, bound, states, transitions, reach, ready;
   };
 
-  void launch_factor_kernel(const TensorView& g, const TensorView& beta, const TensorView& decay,
-                            const TensorView& key_norm, const TensorView& bound) {
+  void launch_factor_kernel(const TensorView& g, const TensorView& beta, const Intermediates& between) {
     const TensorView o_words =
         contiguous_view("o", o_.view().data, aoti_torch_dtype_int32(), scope_.index(),
                         {sizes_.tokens, sizes_.v_heads * HEAD_DIM / 2});
     const auto launch = is_bfloat16() ? launch_factor_bf16 : launch_factor_fp16;
-    launch(scope_, as_tokens(arguments_.k.view(), sizes_.tokens), g, beta, offset_words(), operand_.view(), decay,
-           key_norm, bound, o_words, arguments_.use_l2norm, words_per_entry(), sizes_.dense_length,
-           static_cast<int32_t>(sizes_.sequences));
+    launch(scope_, as_tokens(arguments_.k.view(), sizes_.tokens), g, beta, offset_words(), operand_.view(),
+           between.decay, between.key_norm, between.bound, between.ready, o_words, arguments_.use_l2norm,
+           words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
   }
 
-  // The states of segments that others link to, or outputs and final states.
-  void launch_recurrence_kernel(const Recurrence& pass, bool states_pass) {
+  // Of the blocks that make states and of those that make outputs behind them, `blocks` from `first_block` on.
+  void launch_recurrence_kernel(const Intermediates& between, void* initial, void* final_state, int64_t first_block,
+                                int64_t blocks) {
     const SegmentPlan& segments = sizes_.segments;
     const auto launch = is_bfloat16() ? launch_recurrence_bf16 : launch_recurrence_fp16;
     launch(scope_, as_tokens(arguments_.q.view(), sizes_.tokens), as_tokens(arguments_.k.view(), sizes_.tokens),
-           as_tokens(arguments_.v.view(), sizes_.tokens), operand_.view(), pass.decay, pass.key_norm, pass.bound,
-           offset_words(), as_states("initial_state", pass.initial), pass.states, pass.transitions, pass.is_base,
-           as_tokens(o_.view(), sizes_.tokens), as_states("final_state", pass.final_state),
+           as_tokens(arguments_.v.view(), sizes_.tokens), operand_.view(), between.decay, between.key_norm,
+           between.bound, offset_words(), as_states("initial_state", initial), between.states, between.transitions,
+           between.ready, between.reach, as_tokens(o_.view(), sizes_.tokens), as_states("final_state", final_state),
            static_cast<float>(arguments_.scale), arguments_.use_l2norm, arguments_.initial_state.has_value(),
            arguments_.output_final_state, arguments_.state_v_first, words_per_entry(), sizes_.dense_length,
            static_cast<int32_t>(sizes_.sequences), static_cast<int32_t>(segments.slots),
-           static_cast<int32_t>(segments.chunks), static_cast<int32_t>(segments.replay), states_pass);
+           static_cast<int32_t>(segments.chunks), static_cast<int32_t>(segments.replay), segments.has_cuts,
+           static_cast<int32_t>(first_block), static_cast<int32_t>(blocks));
   }
 
   int32_t words_per_entry() const {
