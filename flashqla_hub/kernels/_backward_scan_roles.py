@@ -83,11 +83,11 @@ def carry_state(thread, dtype, t, b, r, span):
         stage = i % STAGES
         rows = T.min(CHUNK, span[SPAN_TOKENS] - i * CHUNK)
         T.copy(r.S, r.S_in)
-        publish_state(thread, t, b, r, i)
         wait(b.chunk_ready, stage, phase(i, STAGES))
         if rows < CHUNK:
             clear_tail(dtype, t, stage, rows)
         T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True)
+        publish_state(thread, t, b, r, i)
         load_transposed(t.values, stage, r.v)
         decay = T.exp2(t.rows[stage, ROW_DECAY, CHUNK - 1])
         T.wait_wgmma(0)
@@ -123,7 +123,6 @@ def carry_gradient(thread, dtype, t, b, r, span, lead):
             for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
                 r.S[a, c] *= lead[0]
         T.copy(r.S, r.S_in)
-        publish_state(thread, t, b, r, i)
         wait(b.chunk_ready, stage, phase(i, STAGES))
         if rows < CHUNK:
             clear_tail(dtype, t, stage, rows)
@@ -145,6 +144,7 @@ def carry_gradient(thread, dtype, t, b, r, span, lead):
         T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True)
         T.wgmma_gemm(r.do, t.scores[stage, :, :], r.read, clear_accum=True)
         T.wgmma_gemm(r.query_do, t.q[stage, :, :], r.S)
+        publish_state(thread, t, b, r, i)
         T.wait_wgmma(1)
         for a, c in T.Parallel(VALUE_TILE, CHUNK):
             r.Z[a, c] = r.read[a, c] + r.W[a, c] * t.rows[stage, ROW_WRITE, c]

@@ -75,11 +75,11 @@ def _carry(trips):
     warps = BACKWARD_SCAN.state.warps
     for i in range(trips):
         stage = i % STAGES
+        yield wait("chunk_ready", stage, phase(i, STAGES))
+        yield read("chunk", stage, i)
         yield wait("state_free", 0, phase_before(i, 1))
         yield write("state", 0, i)
         yield arrive("state_ready", 0, warps)
-        yield wait("chunk_ready", stage, phase(i, STAGES))
-        yield read("chunk", stage, i)
         yield wait("values_free", 0, phase_before(i, 1))
         yield write("out", 0, i)
         yield arrive("values_ready", 0, warps)
