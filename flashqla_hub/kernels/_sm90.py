@@ -149,3 +149,129 @@ class FactorLayout:
 
 RECURRENCE = RecurrenceLayout()
 FACTOR = FactorLayout()
+
+
+SPAN_WORDS = 4  # int32 words of a sequence's span
+SPAN_FIRST_TOKEN, SPAN_TOKENS, SPAN_FIRST_SLOT, SPAN_CHUNKS = range(4)
+
+ROW_VECTORS = 6  # float32 numbers of a token and value head that the backward kernels share
+ROW_DECAY, ROW_STRENGTH, ROW_READ, ROW_WRITE, ROW_QUERY, ROW_TAKE = range(ROW_VECTORS)
+NORM_VECTORS = 2  # of a token and key head
+NORM_QUERY, NORM_KEY = range(NORM_VECTORS)
+
+
+@dataclass(frozen=True)
+class BackwardFactorLayout:
+    """Threads and shared memory of the backward's factor kernel (`backward_factor.py`)."""
+
+    sides: int = 2  # value heads in flight
+    warps_per_side: int = 2
+    blocks_per_sm: int = 2
+
+    @property
+    def threads(self) -> int:
+        return self.sides * self.warps_per_side * WARP
+
+    def shared_memory(self, dtype: str) -> int:
+        """Bytes of all tiles, before alignment."""
+        keys_and_queries = 2 * CHUNK * HEAD_DIM * BYTES[dtype]
+        square = CHUNK * (CHUNK + FACTOR.row_padding) * BYTES["float16"]
+        blocks = CHUNK * (SOLVE_BLOCK + FACTOR.block_padding) * BYTES["float32"]
+        norms = NORM_VECTORS * CHUNK * BYTES["float32"]
+        gates = 2 * self.sides * 2 * CHUNK * BYTES["float32"]
+        return keys_and_queries + (2 + self.sides) * square + blocks + norms + gates
+
+
+@dataclass(frozen=True)
+class BackwardScanLayout:
+    """Roles, barriers and tiles of the two scans of the backward (`backward_scan.py`)."""
+
+    stages: int = 3  # chunks in flight
+    directions: int = 2  # states from first to last chunk, their gradients from last to first
+    state: Role = Role(WARPS_PER_GROUP, 128)
+    movers: Role = Role(WARPS_PER_GROUP, 128)  # a loader, two storers and an idle warp
+
+    @property
+    def halves(self) -> int:
+        return HEAD_DIM // VALUE_TILE
+
+    @property
+    def threads(self) -> int:
+        return (self.state.warps + self.movers.warps) * WARP
+
+    @property
+    def arrivals(self) -> dict[str, int]:
+        """Arrivals that complete a phase."""
+        warps = self.state.warps
+        return {
+            "chunk_ready": 1,
+            "chunk_free": warps,
+            "state_ready": warps,
+            "state_free": 1,
+            "values_ready": warps,
+            "values_free": 1,
+        }
+
+    @property
+    def barrier_slots(self) -> dict[str, int]:
+        return dict.fromkeys(self.arrivals, 1) | {"chunk_ready": self.stages, "chunk_free": self.stages}
+
+    def shared_memory(self, dtype: str) -> int:
+        """Bytes of all tiles, before alignment."""
+        wide, square = CHUNK * HEAD_DIM * BYTES[dtype], CHUNK * CHUNK * BYTES[dtype]
+        rows = ROW_VECTORS * CHUNK * BYTES["float32"]
+        return self.stages * (2 * wide + 3 * square + rows) + wide + square
+
+
+@dataclass(frozen=True)
+class BackwardGradientLayout:
+    """Roles, barriers and tiles of the gradient kernel of the backward (`backward_gradients.py`)."""
+
+    blocks: int = 132  # one an SM of the GPUs with most; each takes its share of the chunks
+    queries: Role = Role(WARPS_PER_GROUP, 216)
+    keys: Role = Role(WARPS_PER_GROUP, 240)
+    movers: Role = Role(WARPS_PER_GROUP, 56)  # a loader, two warps for <S, dS> and one that sums up
+    pair_warps: int = 2
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return self.queries, self.keys, self.movers
+
+    @property
+    def threads(self) -> int:
+        return sum(role.warps for role in self.roles) * WARP
+
+    @property
+    def registers(self) -> int:
+        return sum(role.warps * WARP * role.registers for role in self.roles)
+
+    @property
+    def arrivals(self) -> dict[str, int]:
+        """Arrivals that complete a phase."""
+        warps = self.queries.warps + self.keys.warps
+        return {
+            "tokens_ready": 1,
+            "tokens_free": warps,
+            "half_ready": 1,
+            "half_free": warps + self.pair_warps,
+            "parts_ready": warps + self.pair_warps,
+            "parts_free": 1,
+        }
+
+    @property
+    def barrier_slots(self) -> dict[str, int]:
+        return dict.fromkeys(self.arrivals, 2)
+
+    def shared_memory(self, dtype: str) -> int:
+        """Bytes of all tiles, before alignment."""
+        wide, square = CHUNK * HEAD_DIM * BYTES[dtype], CHUNK * CHUNK * BYTES[dtype]
+        row = CHUNK * BYTES["float32"]
+        tokens = 2 * (2 * wide + NORM_VECTORS * row)
+        halves = 2 * (2 * wide + 3 * square + ROW_VECTORS * row)
+        parts = 2 * (5 * row + self.pair_warps * BYTES["float32"])
+        return tokens + halves + parts
+
+
+BACKWARD_FACTOR = BackwardFactorLayout()
+BACKWARD_SCAN = BackwardScanLayout()
+BACKWARD_GRADIENTS = BackwardGradientLayout()

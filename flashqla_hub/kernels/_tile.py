@@ -62,8 +62,8 @@ def is_factored(dtype, last, one, other):
     return T.all_sync(reach <= FACTORED_RANGE[dtype])
 
 
-def transposed_fragment():
-    """Registers of a [CHUNK, HEAD_DIM] tile laid out as the transpose of a wgmma accumulator [HEAD_DIM, CHUNK].
+def transposed_fragment(values=HEAD_DIM):
+    """Registers of a [CHUNK, values] tile laid out as the transpose of a wgmma accumulator [values, CHUNK].
 
     Thread 32 w + 4 r + p holds value rows 16 w + r (+ 8) and, of every eight tokens, 2 p and 2 p + 1: a token pair is one
     register, so that ldmatrix and stmatrix with .trans move the tile between registers and row-major shared memory.
@@ -73,4 +73,4 @@ def transposed_fragment():
         thread = (value // 16) * WARP + (value % 8) * 4 + (token % 8) // 2
         return thread, (token // 8) * 4 + ((value % 16) // 8) * 2 + token % 2
 
-    return T.Fragment((CHUNK, HEAD_DIM), forward_fn=place)
+    return T.Fragment((CHUNK, values), forward_fn=place)

@@ -258,9 +258,88 @@ class DecodeSpec:
         return build_decode(DTYPES[self.dtype], self.v_first, STATE_DTYPES[self.state])
 
 
+@dataclass(frozen=True)
+class BackwardPlanSpec:
+    """Chunk records and spans of a backward; zeros in the gradients of rows without a sequence."""
+
+    name: str = "backward_plan"
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"STG": 13})
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    def build(self) -> Any:
+        from .backward_plan import build_backward_plan
+
+        return build_backward_plan()
+
+
+@dataclass(frozen=True)
+class BackwardFactorSpec:
+    """Per chunk and key head: solve, scores and row scales of every value head for the backward."""
+
+    dtype: str
+    # K K^T and Q K^T are 8 wgmma each; mma.sync as in the forward's factor.
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"HGMMA": 16, "HMMA": 28, "UTMALDG": 4})
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"backward_factor_{self.dtype}"
+
+    def build(self) -> Any:
+        from .backward_factor import build_backward_factor
+
+        return build_backward_factor(DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class BackwardScanSpec:
+    """States before each chunk and gradients of those behind it, half of a value head and one direction per block."""
+
+    dtype: str
+    # Forward 8 + 4 + 4 wgmma (K S, solve, state), reverse 8 + 4 + 4 + 4 + 4 (K dS, scores, queries, solve, keys).
+    minimum_instructions: Mapping[str, int] = field(
+        default_factory=lambda: {"HGMMA": 40, "UTMALDG": 20, "UTMASTG": 6, "LDSM": 12, "STSM": 12}
+    )
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"backward_scan_{self.dtype}"
+
+    def build(self) -> Any:
+        from .backward_scan import build_backward_scan
+
+        return build_backward_scan(DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class BackwardGradientsSpec:
+    """Gradients of q, k, g and beta of a chunk and key head, from the states and their gradients."""
+
+    dtype: str
+    # Rows that read: 8 + 8 (pairs, scores), 4 (pairs times keys), 8 (state), twice; rows that are read 20, a loop, and 8.
+    minimum_instructions: Mapping[str, int] = field(
+        default_factory=lambda: {"HGMMA": 78, "UTMALDG": 19, "USETMAXREG": 3}
+    )
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"backward_gradients_{self.dtype}"
+
+    def build(self) -> Any:
+        from .backward_gradients import build_backward_gradients
+
+        return build_backward_gradients(DTYPES[self.dtype])
+
+
 SPECS = (
     *(FactorSpec(dtype) for dtype in DTYPES),
     *(RecurrenceSpec(dtype) for dtype in DTYPES),
+    BackwardPlanSpec(),
+    *(BackwardFactorSpec(dtype) for dtype in DTYPES),
+    *(BackwardScanSpec(dtype) for dtype in DTYPES),
+    *(BackwardGradientsSpec(dtype) for dtype in DTYPES),
     *(ConvolutionSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS, ("exact", "general"))),
     *(ConvolutionBackwardSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS, ("exact", "general", "states"))),
     *(ConvolutionGradientsSpec(dtype) for dtype in (*DTYPES, "fp32")),

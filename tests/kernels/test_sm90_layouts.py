@@ -48,6 +48,32 @@ def test_every_barrier_completes_with_whole_warps():
     assert sm90.RECURRENCE.arrivals.keys() == sm90.RECURRENCE.barrier_slots.keys()
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_backward_tiles_fit(dtype):
+    overhead = sm90.SHARED_MEMORY_OVERHEAD
+    assert sm90.BACKWARD_SCAN.shared_memory(dtype) + overhead <= sm90.SHARED_MEMORY
+    assert sm90.BACKWARD_GRADIENTS.shared_memory(dtype) + overhead <= sm90.SHARED_MEMORY
+    block = sm90.BACKWARD_FACTOR.shared_memory(dtype) + overhead
+    assert sm90.BACKWARD_FACTOR.blocks_per_sm * block <= sm90.SHARED_MEMORY_OF_SM
+    one_stage_more = dataclasses.replace(sm90.BACKWARD_SCAN, stages=sm90.BACKWARD_SCAN.stages + 1)
+    assert one_stage_more.shared_memory(dtype) > sm90.SHARED_MEMORY
+
+
+def test_backward_roles_fit_in_the_register_file():
+    gradients = sm90.BACKWARD_GRADIENTS
+    assert gradients.registers <= sm90.REGISTER_FILE
+    assert all(role.registers % sm90.REGISTER_STEP == 0 for role in gradients.roles)
+
+
+def test_every_barrier_of_the_backward_completes_with_whole_warps():
+    scan, gradients = sm90.BACKWARD_SCAN, sm90.BACKWARD_GRADIENTS
+    for layout in (scan, gradients):
+        assert layout.arrivals.keys() == layout.barrier_slots.keys()
+    assert scan.arrivals["chunk_free"] == scan.state.warps
+    assert gradients.arrivals["tokens_free"] == gradients.queries.warps + gradients.keys.warps
+    assert gradients.arrivals["half_free"] == gradients.arrivals["tokens_free"] + gradients.pair_warps
+
+
 def test_strongest_gate_vanishes_and_keeps_the_sum_of_a_chunk():
     assert 2.0**sm90.STRONGEST_GATE < 2.0**-149 / 1.5, "rounds to zero in float32"
     ulp = 2.0 ** (13 - 23)  # of float32 numbers from 8192 on

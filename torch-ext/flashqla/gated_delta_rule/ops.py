@@ -79,9 +79,15 @@ def gated_delta_rule_bwd(
     use_qk_l2norm: bool,
     chunk_size: int,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, g, beta in their dtypes and of the initial state in the dtype of the final state."""
+    """Gradients of q, k, v, g, beta in their dtypes and of the initial state in the dtype of the final state.
+
+    The SM90 kernels give a dh0 without sequences where there is no initial state, and read no residuals.
+    """
     _check_bounds(cu_seqlens, q)
-    _notice_on_cuda("the backward of chunk_gated_delta_rule", "it has no SM90 kernel yet", q)
+    unsupported = capability.explain_unsupported(q, k, v, g, beta)
+    if unsupported is None:
+        return sm90_path.backward(q, k, v, g, beta, initial_state, cu_seqlens, do, dht, scale, use_qk_l2norm)
+    _notice_on_cuda("the backward of chunk_gated_delta_rule", unsupported, q)
     validation.check_residuals(residuals, torch_path.residual_shape(q, v, cu_seqlens, chunk_size))
     with torch.autocast(q.device.type, enabled=False):
         return torch_path.backward(
@@ -119,7 +125,10 @@ def _forward_fake(
 
 
 def _backward_fake(q, k, v, g, beta, initial_state, cu_seqlens, residuals, do, dht, scale, use_qk_l2norm, chunk_size):
-    state = q.new_empty(_state_shape(q, v, cu_seqlens), dtype=torch_path.compute_dtype(q))
+    shape = _state_shape(q, v, cu_seqlens)
+    if initial_state is None and capability.explain_unsupported(q, k, v, g, beta) is None:
+        shape[0] = 0
+    state = q.new_empty(shape, dtype=torch_path.compute_dtype(q))
     return (*(_contiguous(x) for x in (q, k, v, g, beta)), state)
 
 

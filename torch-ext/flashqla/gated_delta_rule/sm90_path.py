@@ -64,6 +64,48 @@ def call(
     return o, final_state
 
 
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Optional[Tensor],
+    cu_seqlens: Optional[Tensor],
+    do: Optional[Tensor],
+    dht: Optional[Tensor],
+    scale: float,
+    use_qk_l2norm: bool,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, g, beta in their dtypes and of the initial state in float32, without sequences if there is none.
+
+    `do` and `dht` are zero where they are None.
+    """
+    wants_dh0 = initial_state is not None
+    if wants_dh0:
+        initial_state = initial_state.contiguous()
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.contiguous()
+    if dht is not None:
+        dht = dht.contiguous()
+    dq, dk, dv, dg, dbeta, dh0 = ops.sm90_gated_delta_rule_bwd(
+        _loadable(q),
+        _loadable(k),
+        _loadable(v),
+        g,
+        beta,
+        initial_state,
+        cu_seqlens,
+        v.new_zeros(v.shape) if do is None else _loadable(do.to(v.dtype)),
+        dht,
+        scale,
+        use_qk_l2norm,
+        False,
+        wants_dh0,
+    )
+    return dq, dk, dv, dg.to(g.dtype), dbeta.to(beta.dtype), dh0
+
+
 def _loadable(x: Tensor) -> Tensor:
     """x [B, T, H, D] itself if tiles can be loaded from it, as from a view of a packed projection; else a copy.
 

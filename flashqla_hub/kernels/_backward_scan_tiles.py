@@ -1,0 +1,124 @@
+"""Shared tiles, barriers and register tiles of the backward's scans, and the protocol that binds them."""
+
+import tilelang.language as T
+
+from ._sm90 import BACKWARD_SCAN, CHUNK, HEAD_DIM, ROW_VECTORS, VALUE_TILE
+from ._tile import Group
+from .protocol import Barriers as BarrierSlots
+from .protocol import Protocol, arrive, done, read, wait, write
+from .protocol import Tiles as TileSlots
+
+STAGES = BACKWARD_SCAN.stages
+
+
+class Tiles(Group):
+    """Shared memory of either direction; `values` holds v or do, `out` the errors or dv."""
+
+    suffix = "_smem"
+
+    def __init__(self, dtype):
+        self.k = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
+        self.q = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
+        # A stage is a buffer of its own: a row offset into one buffer is lost when it is read with ldmatrix.trans.
+        self.values = [T.alloc_shared((CHUNK, VALUE_TILE), dtype) for _ in range(STAGES)]
+        self.solve = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
+        self.scores = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
+        self.rows = T.alloc_shared((STAGES, ROW_VECTORS, CHUNK), "float32")
+        self.state = T.alloc_shared((VALUE_TILE, HEAD_DIM), dtype)
+        self.out = T.alloc_shared((CHUNK, VALUE_TILE), dtype)
+
+
+class Barriers(Group):
+    """mbarriers by event; arrivals and slots in `_sm90.py`."""
+
+    def __init__(self):
+        for name, arrivals in BACKWARD_SCAN.arrivals.items():
+            setattr(self, name, T.alloc_barrier([arrivals] * BACKWARD_SCAN.barrier_slots[name]))
+
+
+class StateRegisters(Group):
+    """Of the warpgroup that carries the state S (or its gradient), transposed: 64 value rows of [V, K]."""
+
+    def __init__(self, dtype, suffix):
+        object.__setattr__(self, "suffix", suffix)
+        self.S = T.alloc_fragment((VALUE_TILE, HEAD_DIM), "float32")
+        self.S_in = T.alloc_fragment((VALUE_TILE, HEAD_DIM), dtype)
+        self.W = T.alloc_fragment((VALUE_TILE, CHUNK), "float32")
+        self.Z = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
+        self.N = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
+        self.v = T.alloc_fragment((CHUNK, VALUE_TILE), dtype)
+        self.o = T.alloc_fragment((CHUNK, VALUE_TILE), dtype)
+
+
+class GradientRegisters(StateRegisters):
+    """The same of the reverse direction."""
+
+    def __init__(self, dtype, suffix):
+        super().__init__(dtype, suffix)
+        self.read = T.alloc_fragment((VALUE_TILE, CHUNK), "float32")
+        self.do = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
+        self.query_do = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
+
+
+def phase(trip, slots):
+    """Parity of the phase that the `trip`-th use of a barrier with so many slots completes."""
+    return trip // slots % 2
+
+
+def phase_before(trip, slots):
+    """Parity of the phase before it: a wait for a slot that is still fresh passes."""
+    return (trip // slots + 1) % 2
+
+
+def _carry(trips):
+    """Either direction: both use the same tiles and barriers in the same order."""
+    warps = BACKWARD_SCAN.state.warps
+    for i in range(trips):
+        stage = i % STAGES
+        yield wait("chunk_ready", stage, phase(i, STAGES))
+        yield read("chunk", stage, i)
+        yield wait("state_free", 0, phase_before(i, 1))
+        yield write("state", 0, i)
+        yield arrive("state_ready", 0, warps)
+        yield wait("values_free", 0, phase_before(i, 1))
+        yield write("out", 0, i)
+        yield arrive("values_ready", 0, warps)
+        yield done("chunk", stage, i)
+        yield arrive("chunk_free", stage, warps)
+
+
+def _load(trips):
+    for i in range(trips):
+        stage = i % STAGES
+        yield wait("chunk_free", stage, phase_before(i, STAGES))
+        yield write("chunk", stage, i)
+        yield arrive("chunk_ready", stage, 1)
+
+
+def _store(tile, event):
+    def role(trips):
+        for i in range(trips):
+            yield wait(f"{event}_ready", 0, phase(i, 1))
+            yield read(tile, 0, i)
+            yield done(tile, 0, i)
+            yield arrive(f"{event}_free", 0, 1)
+
+    return role
+
+
+BACKWARD_SCAN_PROTOCOL = Protocol(
+    barriers={
+        name: BarrierSlots(BACKWARD_SCAN.barrier_slots[name], count) for name, count in BACKWARD_SCAN.arrivals.items()
+    },
+    tiles={
+        "chunk": TileSlots(STAGES, ("carry",)),
+        "state": TileSlots(1, ("store_state",)),
+        "out": TileSlots(1, ("store_values",)),
+    },
+    roles={
+        "carry": _carry,
+        "load": _load,
+        "store_state": _store("state", "state"),
+        "store_values": _store("out", "values"),
+    },
+)

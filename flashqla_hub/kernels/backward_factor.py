@@ -1,0 +1,312 @@
+"""What the backward's scans need of a chunk: its solve, its scores and scales of its rows, one chunk a block (SM90).
+
+With the chunk's normalised keys and queries k^ = k / |k|, q^ = q / |q|, G the decay since the chunk's start in log2 and
+D[t, s] = 2^(G_t - G_s) for s <= t, else 0:
+
+    solve[t, s]  = X[t, s] D[t, s],  X = (I + tril(K^ K^^T, -1) diag(beta))^-1      errors E = solve (V - 2^G K^ S)
+    scores[t, s] = scale (q^_t . k^_s) D[t, s] beta_s                               what token t reads of error s
+    rows         decay G · strength beta · read 2^G / |k| · write beta 2^(G_end - G) / |k| · query scale 2^(G - lead) / |q|
+                 · take 2^(G - lead) / |k|
+    norms        1 / |k| and 1 / |q|, or 1
+
+`lead` is G of the chunk's first token in float16, whose range the scan must not leave, and 0 in bfloat16. Only decays from an
+earlier to a later token are formed. A row behind the sequence's end has beta 0 and the decay of the last token.
+
+Reads        q k [T, H, 128] · g beta [T, HV] f32 · chunks [slots, 4]
+Writes       solve scores [slots, HV, C, C] · rows [slots, HV, 6, C] f32 · norms [slots, H, 2, C] f32
+
+Threads                           per block                per pair of value heads
+warp 0 (part 0 of side 0)         loads keys, queries      half of the solve and of the tiles of head 2 i
+warp 1 (part 1 of side 0)         gates of head 0          the other half, then the gates of head 2 i + 2
+warps 2, 3 (side 1)               gates of head 1          the same of head 2 i + 1
+
+Barrier       set by        waited on by     arrivals
+token_ready   warp 0        all              1
+1 + side      named: the two warps of a side, between the steps of the solve
+"""
+
+import tilelang.language as T
+
+from ._error_solve import invert_block, join_blocks, join_row
+from ._sm90 import (
+    BACKWARD_FACTOR,
+    CHUNK,
+    CHUNK_FIRST_TOKEN,
+    CHUNK_ROWS,
+    CHUNK_WORDS,
+    FACTOR,
+    HEAD_DIM,
+    L2NORM_EPS,
+    NORM_KEY,
+    NORM_QUERY,
+    NORM_VECTORS,
+    ROW_DECAY,
+    ROW_QUERY,
+    ROW_READ,
+    ROW_STRENGTH,
+    ROW_TAKE,
+    ROW_VECTORS,
+    ROW_WRITE,
+    SOLVE_BLOCK,
+    STRONGEST_GATE,
+    VANISHING,
+    WARP,
+)
+from ._solve import skew
+from ._tile import Group, arrive, linear, wait
+from .factor import EIGHT, LINES, LOG2_E, load_gates
+
+SIDES = BACKWARD_FACTOR.sides
+SIDE = BACKWARD_FACTOR.warps_per_side * WARP  # threads
+FLOAT32 = "float32"
+
+
+class Tiles(Group):
+    """Shared memory: keys and queries, their products as float16, one solve a side, gates of two rounds."""
+
+    suffix = "_smem"
+
+    def __init__(self, dtype):
+        padded, gates = CHUNK + FACTOR.row_padding, (2, SIDES, CHUNK)
+        self.k = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
+        self.q = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
+        self.kk = T.alloc_shared((CHUNK, padded), "float16")
+        self.qk = T.alloc_shared((CHUNK, padded), "float16")
+        self.kk_columns = T.alloc_shared((CHUNK, SOLVE_BLOCK + FACTOR.block_padding), FLOAT32)
+        self.solve = [T.alloc_shared((CHUNK, padded), "float16") for _ in range(SIDES)]
+        self.norms = T.alloc_shared((NORM_VECTORS, CHUNK), FLOAT32)
+        self.beta = T.alloc_shared(gates, FLOAT32)
+        self.decay = T.alloc_shared(gates, FLOAT32)
+
+
+@T.macro
+def sum_gates(dtype, t, buffer, side, gate, strength, rows_out, slot, head, rows, scale, lane):
+    """Decays of a chunk, in log2, and the scales that follow from them; one warp, two tokens a lane."""
+    total, carried, last, lead = (T.alloc_var(FLOAT32) for _ in range(4))
+    key, query = T.alloc_local((2,), FLOAT32), T.alloc_local((2,), FLOAT32)
+    for e in T.unroll(2):
+        gate[e] = T.Select(2 * lane + e < rows, gate[e] * LOG2_E, 0.0)
+        gate[e] = T.Select(gate[e] < STRONGEST_GATE, STRONGEST_GATE, gate[e])
+        strength[e] = T.Select(2 * lane + e < rows, strength[e], 0.0)
+    lead = T.shfl_sync(gate[0], 0) if dtype == "float16" else 0.0
+    total = gate[0] + gate[1]
+    for step in T.unroll(5):
+        carried = T.shfl_up(total, 1 << step)
+        total += T.Select(lane >= (1 << step), carried, 0.0)
+    gate[0] = total - gate[1]
+    gate[1] = total
+    last = T.shfl_sync(total, WARP - 1)
+    for e in T.vectorized(2):
+        key[e] = t.norms[NORM_KEY, 2 * lane + e]
+    for e in T.vectorized(2):
+        query[e] = t.norms[NORM_QUERY, 2 * lane + e]
+    for e in T.vectorized(2):
+        t.decay[buffer, side, 2 * lane + e] = gate[e]
+    for e in T.vectorized(2):
+        t.beta[buffer, side, 2 * lane + e] = strength[e]
+    for e in T.vectorized(2):
+        rows_out[slot, head, ROW_DECAY, 2 * lane + e] = gate[e]
+    for e in T.vectorized(2):
+        rows_out[slot, head, ROW_STRENGTH, 2 * lane + e] = strength[e]
+    for e in T.vectorized(2):
+        rows_out[slot, head, ROW_READ, 2 * lane + e] = T.exp2(gate[e]) * key[e]
+    for e in T.vectorized(2):
+        rows_out[slot, head, ROW_WRITE, 2 * lane + e] = T.exp2(last - gate[e]) * key[e] * strength[e]
+    for e in T.vectorized(2):
+        rows_out[slot, head, ROW_QUERY, 2 * lane + e] = T.exp2(gate[e] - lead) * query[e] * scale
+    for e in T.vectorized(2):
+        rows_out[slot, head, ROW_TAKE, 2 * lane + e] = T.exp2(gate[e] - lead) * key[e]
+
+
+@T.macro
+def query_norms(dtype, t, use_l2norm, thread):
+    """1 / |q|, or 1; a pair of lanes has a query, and each sums half of its squares."""
+    packed, squares = T.alloc_local((EIGHT,), dtype), T.alloc_local((1,), FLOAT32)
+    row, part = thread // 2, thread % 2
+    if use_l2norm != 0:
+        squares[0] = L2NORM_EPS / 2
+        for turn in T.serial(HEAD_DIM // 2 // EIGHT):
+            group = turn ^ (part * 4)  # the two lanes of a pair read different banks
+            for e in T.vectorized(EIGHT):
+                packed[e] = t.q[row, part * (HEAD_DIM // 2) + group * EIGHT + e]
+            for e in T.unroll(EIGHT):
+                squares[0] += T.cast(packed[e], FLOAT32) * T.cast(packed[e], FLOAT32)
+        squares[0] = T.rsqrt(squares[0] + T.shfl_xor(squares[0], 1))
+    else:
+        squares[0] = 1.0
+    if part == 0:
+        t.norms[NORM_QUERY, row] = squares[0]
+
+
+@T.macro
+def keep_products(t, KK, QK, scale, use_l2norm, thread):
+    """K^ K^^T and scale Q^ K^^T to shared memory as float16, the diagonal blocks of the first transposed in float32."""
+    if thread < CHUNK:
+        t.norms[NORM_KEY, thread] = 1.0
+    T.sync_threads()
+    if use_l2norm != 0:
+        for a, c in T.Parallel(CHUNK, CHUNK):
+            if a // SOLVE_BLOCK == c // SOLVE_BLOCK:
+                if a == c:
+                    t.norms[NORM_KEY, a] = T.rsqrt(KK[a, c] + L2NORM_EPS)
+        T.sync_threads()
+        for a, c in T.Parallel(CHUNK, CHUNK):
+            KK[a, c] *= t.norms[NORM_KEY, a] * t.norms[NORM_KEY, c]
+    for a, c in T.Parallel(CHUNK, CHUNK):
+        t.kk[a, c] = T.cast(KK[a, c], "float16")
+    for a, c in T.Parallel(CHUNK, CHUNK):
+        if a // SOLVE_BLOCK == c // SOLVE_BLOCK:
+            t.kk_columns[c, a % SOLVE_BLOCK + skew(c // SOLVE_BLOCK)] = KK[a, c]
+    for a, c in T.Parallel(CHUNK, CHUNK):
+        t.qk[a, c] = T.cast(QK[a, c] * (t.norms[NORM_QUERY, a] * scale) * t.norms[NORM_KEY, c], "float16")
+
+
+@T.macro
+def write_tiles(dtype, t, buffer, side, tile, solve, scores, slot, head, part, lane):
+    """Half of the rows of the solve and of the scores, gated, in whole lines of 128 bytes."""
+    column = (lane % EIGHT) * EIGHT
+    top = part * (CHUNK // 2) + lane // EIGHT
+    strength, decays = T.alloc_local((EIGHT,), FLOAT32), T.alloc_local((EIGHT,), FLOAT32)
+    entry, score = T.alloc_local((EIGHT,), "float16"), T.alloc_local((EIGHT,), "float16")
+    solve_out, score_out = T.alloc_local((EIGHT,), dtype), T.alloc_local((EIGHT,), dtype)
+    decay, since = T.alloc_var(FLOAT32), T.alloc_var(FLOAT32)
+    for e in T.vectorized(EIGHT):
+        strength[e] = t.beta[buffer, side, column + e]
+    for e in T.vectorized(EIGHT):
+        decays[e] = t.decay[buffer, side, column + e]
+    for turn in T.serial(CHUNK // 2 // LINES):
+        row = top + turn * LINES
+        decay = t.decay[buffer, side, row]
+        for e in T.vectorized(EIGHT):
+            entry[e] = tile[row, column + e]
+        for e in T.vectorized(EIGHT):
+            score[e] = t.qk[row, column + e]
+        for e in T.unroll(EIGHT):
+            since = T.exp2(T.Select(row >= column + e, decay - decays[e], VANISHING))
+            solve_out[e] = T.cast(T.cast(entry[e], FLOAT32) * since, dtype)
+            score_out[e] = T.cast(T.cast(score[e], FLOAT32) * (since * strength[e]), dtype)
+        for e in T.vectorized(EIGHT):
+            solve[slot, head, row, column + e] = solve_out[e]
+        for e in T.vectorized(EIGHT):
+            scores[slot, head, row, column + e] = score_out[e]
+
+
+@T.macro
+def solve_head(dtype, t, buffer, side, tile, solve, scores, slot, head, part, lane):
+    """The solve of one value head by the two warps of a side, and the tiles from it."""
+    invert_block(t.kk_columns, t.beta, buffer, side, tile, 2 * part + lane // SOLVE_BLOCK, lane % SOLVE_BLOCK)
+    T.sync_threads(1 + side, SIDE)
+    join_blocks(t.kk, tile, t.beta, buffer, side, 2 * part * SOLVE_BLOCK, lane)
+    T.sync_threads(1 + side, SIDE)
+    join_row(t.kk, tile, t.beta, buffer, side, part, lane)
+    T.sync_threads(1 + side, SIDE)
+    write_tiles(dtype, t, buffer, side, tile, solve, scores, slot, head, part, lane)
+
+
+@T.macro
+def solve_heads(
+    dtype, t, side, tile, g, beta, solve, scores, rows_out, slot, head, group, first, rows, scale, part, lane
+):
+    """Value heads head + side, head + side + SIDES, ... of the key head; gates are loaded a round ahead."""
+    gate, strength = T.alloc_local((2,), FLOAT32), T.alloc_local((2,), FLOAT32)
+    for turn in T.serial(T.truncdiv(group + SIDES - 1 - side, SIDES)):
+        buffer = turn % 2
+        current = head + turn * SIDES + side
+        has_next = turn * SIDES + side + SIDES < group
+        if part == 1:
+            if has_next:
+                load_gates(gate, strength, g, beta, current + SIDES, first, rows, lane)
+        solve_head(dtype, t, buffer, side, tile, solve, scores, slot, current, part, lane)
+        if part == 1:
+            if has_next:
+                sum_gates(
+                    dtype, t, 1 - buffer, side, gate, strength, rows_out, slot, current + SIDES, rows, scale, lane
+                )
+        T.sync_threads(1 + side, SIDE)
+
+
+@T.macro
+def clear_tail(dtype, t, rows):
+    """Zeros in the rows that belong to no token of this sequence, whatever was loaded there."""
+    for a, c in T.Parallel(CHUNK, HEAD_DIM):
+        if a >= rows:
+            t.k[a, c] = T.cast(0, dtype)
+            t.q[a, c] = T.cast(0, dtype)
+    T.fence_proxy_async()
+    T.sync_threads()
+
+
+def build_backward_factor(dtype):
+    """The prim_func for q, k, v of `dtype`; arguments in README.md."""
+    tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
+    chunk_slots = T.dynamic("chunk_slots")
+    q_t, q_h, k_t, k_h = (T.dynamic(name, "int64") for name in ("q_t", "q_h", "k_t", "k_h"))
+
+    @T.prim_func
+    def backward_factor(
+        q: T.StridedTensor((tokens, key_heads, HEAD_DIM), (q_t, q_h, 1), dtype),
+        k: T.StridedTensor((tokens, key_heads, HEAD_DIM), (k_t, k_h, 1), dtype),
+        g: T.Tensor((tokens, value_heads), FLOAT32),
+        beta: T.Tensor((tokens, value_heads), FLOAT32),
+        chunks: T.Tensor((chunk_slots, CHUNK_WORDS), "int32"),
+        solve: T.Tensor((chunk_slots, value_heads, CHUNK, CHUNK), dtype),
+        scores: T.Tensor((chunk_slots, value_heads, CHUNK, CHUNK), dtype),
+        row_scales: T.Tensor((chunk_slots, value_heads, ROW_VECTORS, CHUNK), FLOAT32),
+        norms: T.Tensor((chunk_slots, key_heads, NORM_VECTORS, CHUNK), FLOAT32),
+        scale: T.float32,
+        use_l2norm: T.int32,
+    ):
+        with T.Kernel(chunk_slots * key_heads, threads=BACKWARD_FACTOR.threads) as block:
+            T.annotate_min_blocks_per_sm(BACKWARD_FACTOR.blocks_per_sm)
+            t = Tiles(dtype)
+            T.annotate_layout({tile: linear(tile) for tile in [t.kk, t.qk, *t.solve]})
+            KK, QK = T.alloc_fragment((CHUNK, CHUNK), FLOAT32), T.alloc_fragment((CHUNK, CHUNK), FLOAT32)
+            gate, strength = T.alloc_local((2,), FLOAT32), T.alloc_local((2,), FLOAT32)
+            token_ready = T.alloc_barrier([1])
+            thread = T.get_thread_binding()
+            lane, part, side = thread % WARP, (thread // WARP) % 2, thread // SIDE
+            slot, key_head, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            group, first, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            slot, key_head = T.truncdiv(block, key_heads), T.truncmod(block, key_heads)
+            group = T.truncdiv(value_heads, key_heads)
+            first, rows = chunks[slot, CHUNK_FIRST_TOKEN], chunks[slot, CHUNK_ROWS]
+            head = key_head * group
+            if rows > 0:
+                if thread < WARP:
+                    T.tma_copy(k[first : first + CHUNK, key_head, :], t.k, barrier=token_ready[0])
+                    T.tma_copy(q[first : first + CHUNK, key_head, :], t.q, barrier=token_ready[0])
+                    arrive(token_ready, 0, thread)
+                if part == 1:
+                    if side < group:
+                        load_gates(gate, strength, g, beta, head + side, first, rows, lane)
+                for a, c in T.Parallel(CHUNK, CHUNK):
+                    t.solve[0][a, c] = T.cast(0, "float16")
+                    t.solve[1][a, c] = T.cast(0, "float16")
+                wait(token_ready, 0, 0)
+                if rows < CHUNK:
+                    clear_tail(dtype, t, rows)
+                T.wgmma_gemm(t.k, t.k, KK, transpose_B=True, clear_accum=True)
+                T.wgmma_gemm(t.q, t.k, QK, transpose_B=True, clear_accum=True)
+                query_norms(dtype, t, use_l2norm, thread)
+                T.wait_wgmma(0)
+                keep_products(t, KK, QK, scale, use_l2norm, thread)
+                T.sync_threads()
+                for vector in T.unroll(NORM_VECTORS):
+                    if thread < CHUNK:
+                        norms[slot, key_head, vector, thread] = t.norms[vector, thread]
+                if part == 1:
+                    if side < group:
+                        sum_gates(dtype, t, 0, side, gate, strength, row_scales, slot, head + side, rows, scale, lane)
+                T.sync_threads()
+                if side == 0:
+                    solve_heads(
+                        dtype, t, 0, t.solve[0], g, beta, solve, scores, row_scales, slot, head, group, first, rows,
+                        scale, part, lane,
+                    )  # fmt: skip
+                else:
+                    solve_heads(
+                        dtype, t, 1, t.solve[1], g, beta, solve, scores, row_scales, slot, head, group, first, rows,
+                        scale, part, lane,
+                    )  # fmt: skip
+
+    return backward_factor

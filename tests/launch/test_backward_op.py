@@ -1,0 +1,397 @@
+"""sm90_gated_delta_rule_bwd: which kernels it launches, in which order and with which values, and what it refuses."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import TensorMap, launches, op, torch_fake
+
+H, HV = 2, 4
+BFLOAT16, FLOAT16, FLOAT32 = 9, 6, 7  # CU_TENSOR_MAP_DATA_TYPE_*
+L2_PROMOTION_128B = 2
+SWIZZLE_NONE, SWIZZLE_128B = 0, 3
+OP = "sm90_gated_delta_rule_bwd"
+NAMES = ("q", "k", "v", "g", "beta", "initial", "offsets", "dout", "dfinal")
+RESULTS = ("dq", "dk", "dv", "dg", "dbeta", "dinitial")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the op, described so that the process with the fakes can make its tensors."""
+
+    batch: int = 1
+    tokens: int = 300
+    offsets: tuple[int, ...] | None = None
+    offset_dtype: str = "int64"
+    dtype: str = "bfloat16"
+    gate_dtype: str = "float32"
+    initial: str | None = None
+    dfinal: str | None = None
+    use_l2norm: bool = False
+    state_v_first: bool = False
+    output_dinitial: bool = True
+
+
+def make_arguments(call: Call) -> list[Any]:
+    """q and k are slices of one projection [B, T, 2, H, 128]; v and do are contiguous."""
+    dtype, shape = getattr(torch, call.dtype), (call.batch, call.tokens)
+    projection = torch.zeros(*shape, 2, H, 128, dtype=dtype)
+    sequences = call.batch if call.offsets is None else len(call.offsets) - 1
+
+    def state(kind, value):
+        return None if kind is None else torch.full((sequences, HV, 128, 128), value, dtype=getattr(torch, kind))
+
+    return [
+        projection[:, :, 0],
+        projection[:, :, 1],
+        torch.zeros(*shape, HV, 128, dtype=dtype),
+        torch.zeros(*shape, HV, dtype=getattr(torch, call.gate_dtype)),
+        torch.zeros(*shape, HV),
+        state(call.initial, 2.0),
+        None if call.offsets is None else torch.tensor(call.offsets, dtype=getattr(torch, call.offset_dtype)),
+        torch.zeros(*shape, HV, 128, dtype=dtype),
+        state(call.dfinal, 3.0),
+        0.25,
+        call.use_l2norm,
+        call.state_v_first,
+        call.output_dinitial,
+    ]
+
+
+def run(call: Call):
+    """The recorded launches, the addresses of all tensors by name, and the results' shapes and dtypes."""
+    arguments = make_arguments(call)
+    results = op(OP, *arguments)
+    addresses = {name: tensor.data_ptr() for name, tensor in zip(NAMES, arguments, strict=False) if tensor is not None}
+    addresses |= {name: tensor.data_ptr() for name, tensor in zip(RESULTS, results, strict=True)}
+    return launches(), addresses, [(tuple(tensor.shape), str(tensor.dtype)) for tensor in results]
+
+
+def run_for_values(call: Call):
+    """How many launches, the sum of the gradients of tokens, and the values of dh0."""
+    *grads, dinitial = op(OP, *make_arguments(call))
+    return len(launches()), sum(grad.abs().sum().item() for grad in grads), dinitial.unique().tolist()
+
+
+PACKED = Call(offsets=(0, 100, 100, 300), initial="float32", dfinal="float32", use_l2norm=True)
+SLOTS = 300 // 64 + 3
+PROJECTION_ROW, ROW = 2 * H * 256, 256  # bytes of a token and of a head in q and k's projection
+
+
+def tile_map(address, dims, strides, box, dtype=BFLOAT16, swizzle=SWIZZLE_128B):
+    ones = (1,) * len(dims)
+    return TensorMap(address, dtype, dims, strides, box, ones, swizzle, 0, L2_PROMOTION_128B, 0)
+
+
+def key_rows(address):
+    return tile_map(address, (128, 300, H), (PROJECTION_ROW, ROW), (64, 64, 1))
+
+
+def value_rows(address):
+    return tile_map(address, (128, 300, HV), (HV * ROW, ROW), (64, 64, 1))
+
+
+def states(address):
+    """[slots, HV, 2 halves, 64 values, 128 keys]."""
+    return tile_map(address, (128, 64, 2, HV, SLOTS), (256, 16384, 32768, HV * 32768), (64, 64, 1, 1, 1))
+
+
+def errors(address):
+    """[slots, HV, 2 halves, 64 tokens, 64 values]."""
+    return tile_map(address, (64, 64, 2, HV, SLOTS), (128, 8192, 16384, HV * 16384), (64, 64, 1, 1, 1))
+
+
+def squares(address):
+    """[slots, HV, 64, 64]."""
+    return tile_map(address, (64, 64, HV, SLOTS), (128, 8192, HV * 8192), (64, 64, 1, 1))
+
+
+def row_scales(address):
+    """[slots, HV, 6, 64]."""
+    return tile_map(address, (64, 6, HV, SLOTS), (256, 1536, HV * 1536), (64, 6, 1, 1), FLOAT32, SWIZZLE_NONE)
+
+
+# Sizes that the compiler leaves out of a kernel's arguments when no address depends on them.
+DROPPABLE = {"chunk_slots", "matrices", "sequence_count", "tokens", "words"}
+
+
+def assert_arguments(launch, expected):
+    """Each argument that the kernel takes has its expected value, and none but droppable sizes is missing."""
+    assert launch.arguments == {name: expected[name] for name in launch.arguments}
+    assert expected.keys() - launch.arguments.keys() <= DROPPABLE
+
+
+def test_four_kernels_in_order(product_process):
+    found, _, _ = product_process.run(run, PACKED)
+    names = ("plan", "factor_bf16", "scan_bf16", "gradients_bf16")
+    assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names]
+    grids = [3 + 128, SLOTS * H, 3 * HV * 2 * 2, 132]
+    assert [launch.grid for launch in found] == [(grid, 1, 1) for grid in grids]
+
+
+def test_results_have_the_documented_shapes(product_process):
+    _, _, described = product_process.run(run, PACKED)
+    assert described == [
+        ((1, 300, H, 128), "torch.bfloat16"),
+        ((1, 300, H, 128), "torch.bfloat16"),
+        ((1, 300, HV, 128), "torch.bfloat16"),
+        ((1, 300, HV), "torch.float32"),
+        ((1, 300, HV), "torch.float32"),
+        ((3, HV, 128, 128), "torch.float32"),
+    ]
+    _, _, described = product_process.run(run, replace(PACKED, output_dinitial=False))
+    assert described[5] == ((0, HV, 128, 128), "torch.float32")
+
+
+def test_plan_reads_offsets_and_clears_every_gradient(product_process):
+    [plan, *_], addresses, _ = product_process.run(run, PACKED)
+    expected = {
+        "cu_words": addresses["offsets"],
+        "chunks": plan.arguments["chunks"],
+        "spans": plan.arguments["spans"],
+        "dq_words": addresses["dq"],
+        "dk_words": addresses["dk"],
+        "dv_words": addresses["dv"],
+        "dg_words": addresses["dg"],
+        "dbeta_words": addresses["dbeta"],
+        "chunk_slots": SLOTS,
+        "sequence_count": 3,
+        "tokens": 300,
+        "key_words": H * 64,
+        "value_words": HV * 64,
+        "value_heads": HV,
+        "words": 8,
+        "words_per_entry": 2,
+        "dense_length": -1,
+        "sequences": 3,
+    }
+    assert_arguments(plan, expected)
+    assert 0 not in (expected["chunks"], expected["spans"])
+    [plan, *_], _, _ = product_process.run(run, replace(PACKED, offset_dtype="int32"))
+    assert plan.arguments["words_per_entry"] == 1
+
+
+def test_plan_of_a_dense_batch_needs_no_offsets(product_process):
+    [plan, *_], _, _ = product_process.run(run, Call(batch=5, tokens=70))
+    assert (plan.arguments["dense_length"], plan.arguments["sequences"]) == (70, 5)
+    assert plan.arguments["cu_words"] == plan.arguments["spans"], "any valid address"
+    assert plan.arguments["chunk_slots"] == 350 // 64 + 5
+
+
+def test_factor_gets_tokens_and_gates(product_process):
+    [plan, factor, *_], addresses, _ = product_process.run(run, PACKED)
+    own = {name: factor.arguments[name] for name in ("solve", "scores", "row_scales", "norms")}
+    expected = own | {
+        "q_desc": key_rows(addresses["q"]),
+        "k_desc": key_rows(addresses["k"]),
+        "g": addresses["g"],
+        "beta": addresses["beta"],
+        "chunks": plan.arguments["chunks"],
+        "chunk_slots": SLOTS,
+        "key_heads": H,
+        "value_heads": HV,
+        "tokens": 300,
+        "scale": 0.25,
+        "use_l2norm": 1,
+    }
+    assert_arguments(factor, expected)
+    assert len({*own.values(), 0}) == 5
+
+
+def test_scan_gets_everything(product_process):
+    [plan, factor, scan, gradients], addresses, _ = product_process.run(run, PACKED)
+    read = {name: gradients.arguments[f"{name}_desc"].address for name in ("errors", "states", "dstates")}
+    expected = {
+        "q_desc": key_rows(addresses["q"]),
+        "k_desc": key_rows(addresses["k"]),
+        "v_desc": value_rows(addresses["v"]),
+        "dout_desc": value_rows(addresses["dout"]),
+        "dv_desc": value_rows(addresses["dv"]),
+        "dv": addresses["dv"],
+        "solve_desc": squares(factor.arguments["solve"]),
+        "scores_desc": squares(factor.arguments["scores"]),
+        "row_scales_desc": row_scales(factor.arguments["row_scales"]),
+        "errors_desc": errors(read["errors"]),
+        "states_desc": states(read["states"]),
+        "dstates_desc": states(read["dstates"]),
+        "spans": plan.arguments["spans"],
+        "initial": addresses["initial"],
+        "dfinal": addresses["dfinal"],
+        "dinitial": addresses["dinitial"],
+        "chunk_slots": SLOTS,
+        "sequence_count": 3,
+        "matrices": 3 * HV,
+        "key_heads": H,
+        "value_heads": HV,
+        "tokens": 300,
+        "has_initial": 1,
+        "has_dfinal": 1,
+        "write_dinitial": 1,
+        "state_v_first": 0,
+    }
+    assert_arguments(scan, expected)
+    assert len({*read.values(), 0}) == 4
+
+
+def test_gradients_get_everything(product_process):
+    [plan, factor, scan, gradients], addresses, _ = product_process.run(run, PACKED)
+    norms = tile_map(
+        factor.arguments["norms"], (64, 2, H, SLOTS), (256, 512, H * 512), (64, 2, 1, 1), FLOAT32, SWIZZLE_NONE
+    )
+    expected = {
+        "q_desc": key_rows(addresses["q"]),
+        "k_desc": key_rows(addresses["k"]),
+        "dout_desc": value_rows(addresses["dout"]),
+        "dv_desc": value_rows(addresses["dv"]),
+        "errors_desc": scan.arguments["errors_desc"],
+        "states_desc": scan.arguments["states_desc"],
+        "dstates_desc": scan.arguments["dstates_desc"],
+        "row_scales_desc": row_scales(factor.arguments["row_scales"]),
+        "norms_desc": norms,
+        "chunks": plan.arguments["chunks"],
+        "dq": addresses["dq"],
+        "dk": addresses["dk"],
+        "dg": addresses["dg"],
+        "dbeta": addresses["dbeta"],
+        "chunk_slots": SLOTS,
+        "key_heads": H,
+        "value_heads": HV,
+        "tokens": 300,
+        "scale": 0.25,
+        "use_l2norm": 1,
+    }
+    assert_arguments(gradients, expected)
+
+
+def test_flags_do_not_stand_for_each_other(product_process):
+    flags = ("has_initial", "has_dfinal", "write_dinitial", "state_v_first")
+    bare = Call(offsets=PACKED.offsets, output_dinitial=False)
+    calls = {
+        (0, 0, 0, 0): bare,
+        (1, 0, 0, 0): replace(bare, initial="float32"),
+        (0, 1, 0, 0): replace(bare, dfinal="float32"),
+        (0, 0, 1, 0): replace(bare, output_dinitial=True),
+        (0, 0, 0, 1): replace(bare, state_v_first=True),
+    }
+    for expected, call in calls.items():
+        [_, factor, scan, gradients], _, _ = product_process.run(run, call)
+        assert tuple(scan.arguments[flag] for flag in flags) == expected
+        assert 0 not in (scan.arguments[name] for name in ("initial", "dfinal", "dinitial"))
+        assert factor.arguments["use_l2norm"] == gradients.arguments["use_l2norm"] == 0
+
+
+def test_float16_has_kernels_of_its_own(product_process):
+    found, _, described = product_process.run(run, replace(PACKED, dtype="float16"))
+    names = ("plan", "factor_fp16", "scan_fp16", "gradients_fp16")
+    assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names]
+    assert found[2].arguments["dout_desc"].dtype == found[3].arguments["errors_desc"].dtype == FLOAT16
+    assert described[0][1] == "torch.float16"
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_states_of_another_dtype_are_copied_to_float32(product_process, kind):
+    [_, _, scan, _], addresses, _ = product_process.run(run, replace(PACKED, initial=kind, dfinal=kind))
+    assert (scan.arguments["has_initial"], scan.arguments["has_dfinal"]) == (1, 1)
+    assert scan.arguments["initial"] not in (0, addresses["initial"])
+    assert scan.arguments["dfinal"] not in (0, addresses["dfinal"])
+
+
+def test_gates_of_another_dtype_are_copied(product_process):
+    [_, factor, *_], addresses, _ = product_process.run(run, replace(PACKED, gate_dtype="bfloat16"))
+    assert factor.arguments["g"] != addresses["g"]
+    assert factor.arguments["beta"] == addresses["beta"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [Call(tokens=0), Call(tokens=0, offsets=(0, 0, 0)), Call(batch=0), Call(tokens=5, offsets=(0,))],
+    ids=["no-tokens", "packed-no-tokens", "no-batch", "no-sequences"],
+)
+@pytest.mark.parametrize("dfinal", [None, "float32", "bfloat16"])
+def test_without_chunks_nothing_is_launched_and_states_stay(product_process, call, dfinal):
+    launched, total, values = product_process.run(run_for_values, replace(call, dfinal=dfinal))
+    has_states = call.batch > 0 and call.offsets != (0,)
+    assert (launched, total) == (0, 0.0)
+    assert values == ([] if not has_states else [0.0] if dfinal is None else [3.0])
+
+
+def test_many_sequences_stay_on_the_first_grid_axis(product_process):
+    found, _, _ = product_process.run(run, Call(tokens=1, offsets=(0,) * 20_000 + (1,)))
+    grids = [20_128, 20_000 * H, 20_000 * HV * 4, 132]
+    assert [launch.grid for launch in found] == [(grid, 1, 1) for grid in grids]
+
+
+def call_with(index, change):
+    """A call whose argument `index` went through `change`, a function of this module."""
+    arguments = make_arguments(PACKED)
+    arguments[index] = globals()[change](arguments[index])
+    op(OP, *arguments)
+
+
+def as_double(tensor):
+    return tensor.double()
+
+
+def with_half_the_dim(tensor):
+    return tensor[..., :64]
+
+
+def with_one_head_more(tensor):
+    return torch.cat([tensor, tensor[:, :, :1]], dim=2)
+
+
+def with_a_token_less(tensor):
+    return tensor[:, 1:]
+
+
+def with_odd_rows(tensor):
+    return torch.nn.functional.pad(tensor, (0, 1))[..., :128]
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "words"),
+    [
+        (0, "as_double", "q is neither bfloat16 nor float16, which the SM90 kernels take"),
+        (1, "as_double", "k and q have different dtypes"),
+        (2, "with_half_the_dim", "v has head dim 64 and the SM90 kernels take 128"),
+        (2, "with_one_head_more", "v has 5 heads and q has 2; the value heads must be a positive multiple"),
+        (1, "with_one_head_more", "k.shape[2] is 3 and q gives 2"),
+        (3, "with_a_token_less", "g.shape[1] is 299 and v gives 300"),
+        (0, "with_odd_rows", "need the last to be 1, the others multiples of 8, and the first T times the second"),
+        (5, "with_a_token_less", "initial_state.shape[1] is 3 and the batch gives 4"),
+        (6, "as_double", "cu_seqlens must be int32 or int64"),
+        (7, "as_double", "do and q have different dtypes"),
+        (7, "with_one_head_more", "do.shape[2] is 5 and v gives 4"),
+        (7, "with_a_token_less", "do.shape[1] is 299 and q gives 300"),
+        (8, "with_a_token_less", "dht.shape[1] is 3 and the batch gives 4"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence_and_no_launch(product_process, index, change, words):
+    with pytest.raises(RuntimeError) as error:
+        product_process.run(call_with, index, change)
+    assert words in str(error.value)
+    assert product_process.run(launches) == []
+
+
+def fail_every_allocation_once(call: Call):
+    """Messages of calls whose first, second, ... allocation fails until one succeeds, and what is left of them."""
+    messages = []
+    for allowed in range(30):
+        torch_fake().fake_fail_allocation(allowed)
+        try:
+            op(OP, *make_arguments(call))
+        except RuntimeError as error:
+            messages.append(str(error).splitlines()[0])
+        else:
+            break
+    return messages, torch_fake().fake_open_guards(), torch_fake().fake_live_allocations()
+
+
+def test_lack_of_memory_at_any_point_is_named_and_leaves_nothing_behind(product_process):
+    messages, guards, live = product_process.run(fail_every_allocation_once, replace(PACKED, gate_dtype="bfloat16"))
+    results = ["dq", "dk", "dv", "dg", "dbeta", "dh0"]
+    workspace = ["chunks", "spans", "row_scales", "norms", "errors", "states", "dstates", "solve", "scores"]
+    assert [message.split()[4] for message in messages] == [*results, *workspace, "g"]
+    assert guards == 0
+    assert live == 6, "the results of the last call, which succeeded"

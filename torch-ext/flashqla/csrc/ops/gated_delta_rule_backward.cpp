@@ -1,0 +1,256 @@
+// sm90_gated_delta_rule_bwd: gradients of the gated delta rule on the kernels of flashqla_hub/kernels (see its README for
+// their arguments). Nothing of the forward is needed but its inputs: states are computed again, chunk by chunk.
+#include "../generated/launchers.h"
+#include "../runtime/registration.h"
+#include "../runtime/tensor.h"
+#include "gated_delta_rule_checks.h"
+
+namespace flashqla {
+namespace {
+
+constexpr const char* OP = "the SM90 backward";
+constexpr int64_t CHUNK = 64;
+constexpr int64_t VALUE_TILE = 64, HALVES = STATE_DIM / VALUE_TILE;  // value columns of a block of the scan
+constexpr int64_t CHUNK_WORDS = 4, SPAN_WORDS = 4;                   // int32 words of a row of `chunks` and of `spans`
+constexpr int64_t ROW_VECTORS = 6, NORM_VECTORS = 2;                 // float32 numbers of a token and head
+constexpr int32_t NO_DENSE_LENGTH = -1;
+
+struct Sizes {
+  int64_t tokens;     // T, over the whole batch
+  int64_t heads;      // H
+  int64_t v_heads;    // HV
+  int64_t sequences;  // N
+  int64_t slots;
+  int32_t dense_length;  // tokens of each sequence, or NO_DENSE_LENGTH
+};
+
+struct Arguments {
+  ArgumentTensor q, k, v, g, beta, initial_state, cu_seqlens, do_, dht;
+  double scale;
+  bool use_l2norm, state_v_first, output_dinitial;
+
+  explicit Arguments(StableIValue* stack) {
+    q.take(stack[0]);
+    k.take(stack[1]);
+    v.take(stack[2]);
+    g.take(stack[3]);
+    beta.take(stack[4]);
+    initial_state.take_optional(stack[5]);
+    cu_seqlens.take_optional(stack[6]);
+    do_.take(stack[7]);
+    dht.take_optional(stack[8]);
+    scale = as_double(stack[9]);
+    use_l2norm = as_bool(stack[10]);
+    state_v_first = as_bool(stack[11]);
+    output_dinitial = as_bool(stack[12]);
+    q.read("q");
+    k.read("k");
+    v.read("v");
+    g.read("g");
+    beta.read("beta");
+    initial_state.read("initial_state");
+    cu_seqlens.read("cu_seqlens");
+    do_.read("do");
+    dht.read("dht");
+  }
+};
+
+void check_arguments(const Arguments& arguments) {
+  const TensorView &q = arguments.q.view(), &k = arguments.k.view(), &v = arguments.v.view();
+  FLASHQLA_CHECK(q.dtype == aoti_torch_dtype_bfloat16() || q.dtype == aoti_torch_dtype_float16(),
+                 "q is neither bfloat16 nor float16, which the SM90 kernels take; convert q, k and v.");
+  check_token_rows(q, q);
+  check_token_rows(k, q);
+  check_token_rows(v, q);
+  check_token_rows(arguments.do_.view(), q);
+  check_size(k, 2, q.size[2], "q");
+  FLASHQLA_CHECK(q.size[2] > 0 && v.size[2] > 0 && v.size[2] % q.size[2] == 0,
+                 "v has %lld heads and q has %lld; the value heads must be a positive multiple of the key heads.",
+                 static_cast<long long>(v.size[2]), static_cast<long long>(q.size[2]));
+  check_size(arguments.do_.view(), 2, v.size[2], "v");
+  check_gates(arguments.g.view(), v);
+  check_gates(arguments.beta.view(), v);
+}
+
+Sizes read_sizes(const Arguments& arguments) {
+  const TensorView &q = arguments.q.view(), &v = arguments.v.view();
+  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH};
+  require_int32(sizes.tokens, OP, "the number of tokens");
+  if (arguments.cu_seqlens.has_value()) {
+    check_offsets(arguments.cu_seqlens.view(), q, OP);
+    sizes.sequences = arguments.cu_seqlens.view().size[0] - 1;
+  } else {
+    sizes.dense_length = static_cast<int32_t>(q.size[1]);
+  }
+  sizes.slots = sizes.tokens / CHUNK + sizes.sequences;
+  require_int32(sizes.slots * sizes.v_heads, OP, "the number of chunks times value heads");
+  require_int32(sizes.sequences * sizes.v_heads * HALVES * 2, OP, "four times the sequences times value heads");
+  const ArgumentTensor* const states[] = {&arguments.initial_state, &arguments.dht};
+  for (const ArgumentTensor* state : states) {
+    if (state->has_value()) check_states(state->view(), q, sizes.sequences, sizes.v_heads);
+  }
+  return sizes;
+}
+
+class Backward {
+ public:
+  Backward(const Arguments& arguments, const Sizes& sizes)
+      : arguments_(arguments), sizes_(sizes), scope_(arguments.q.view().device) {}
+
+  void run() {
+    allocate_results();
+    if (sizes_.tokens == 0 || sizes_.sequences == 0) {
+      finish_without_chunks();
+    } else {
+      launch_kernels();
+    }
+  }
+
+  void hand_over(StableIValue* stack) {
+    stack[0] = dq_.hand_over();
+    stack[1] = dk_.hand_over();
+    stack[2] = dv_.hand_over();
+    stack[3] = dg_.hand_over();
+    stack[4] = dbeta_.hand_over();
+    stack[5] = dinitial_.hand_over();
+  }
+
+ private:
+  void allocate_results() {
+    const TensorView &q = arguments_.q.view(), &v = arguments_.v.view();
+    const int32_t float32 = aoti_torch_dtype_float32(), device = scope_.index();
+    const int64_t states = arguments_.output_dinitial ? sizes_.sequences : 0;
+    dq_.allocate("dq", {q.size[0], q.size[1], q.size[2], STATE_DIM}, q.dtype, device);
+    dk_.allocate("dk", {q.size[0], q.size[1], q.size[2], STATE_DIM}, q.dtype, device);
+    dv_.allocate("dv", {v.size[0], v.size[1], v.size[2], STATE_DIM}, q.dtype, device);
+    dg_.allocate("dg", {v.size[0], v.size[1], v.size[2]}, float32, device);
+    dbeta_.allocate("dbeta", {v.size[0], v.size[1], v.size[2]}, float32, device);
+    dinitial_.allocate("dh0", {states, sizes_.v_heads, STATE_DIM, STATE_DIM}, float32, device);
+  }
+
+  // No token belongs to a sequence: states stay as they are, and nothing else has a gradient.
+  void finish_without_chunks() {
+    NewTensor* const gradients[] = {&dq_, &dk_, &dv_, &dg_, &dbeta_};
+    for (NewTensor* gradient : gradients) gradient->fill_zero();
+    if (!arguments_.output_dinitial) return;
+    if (arguments_.dht.has_value()) {
+      dinitial_.copy_from(arguments_.dht.handle());
+    } else {
+      dinitial_.fill_zero();
+    }
+  }
+
+  void launch_kernels() {
+    const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
+    const int32_t dtype = arguments_.q.view().dtype;
+    const int64_t slots = sizes_.slots, v_heads = sizes_.v_heads;
+    NewTensor chunks, spans, rows, norms, solve, scores, errors, states, dstates;
+    chunks.allocate("chunks", {slots, CHUNK_WORDS}, int32, device);
+    spans.allocate("spans", {sizes_.sequences, SPAN_WORDS}, int32, device);
+    rows.allocate("row_scales", {slots, v_heads, ROW_VECTORS, CHUNK}, float32, device);
+    norms.allocate("norms", {slots, sizes_.heads, NORM_VECTORS, CHUNK}, float32, device);
+    launch_plan_kernel(chunks.view(), spans.view());
+    errors.allocate("errors", {slots, v_heads, HALVES, CHUNK, VALUE_TILE}, dtype, device);
+    states.allocate("states", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
+    dstates.allocate("dstates", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
+    solve.allocate("solve", {slots, v_heads, CHUNK, CHUNK}, dtype, device);
+    scores.allocate("scores", {slots, v_heads, CHUNK, CHUNK}, dtype, device);
+    launch_factor_kernel(chunks.view(), solve.view(), scores.view(), rows.view(), norms.view());
+    launch_scan_kernel(solve.view(), scores.view(), rows.view(), spans.view(), errors.view(), states.view(),
+                       dstates.view());
+    launch_gradient_kernel(errors.view(), states.view(), dstates.view(), rows.view(), norms.view(), chunks.view());
+  }
+
+  void launch_plan_kernel(const TensorView& chunks, const TensorView& spans) {
+    const int32_t int32 = aoti_torch_dtype_int32();
+    const bool is_packed = arguments_.cu_seqlens.has_value();
+    const TensorView& offsets = arguments_.cu_seqlens.view();
+    const int32_t words_per_entry = is_packed && offsets.dtype == aoti_torch_dtype_int64() ? 2 : 1;
+    const TensorView words =
+        is_packed
+            ? contiguous_view("cu_seqlens", offsets.data, int32, offsets.device, {offsets.size[0] * words_per_entry})
+            : contiguous_view("cu_seqlens", spans.data, int32, spans.device, {spans.element_count()});
+    const int64_t key_words = sizes_.heads * STATE_DIM / 2, value_words = sizes_.v_heads * STATE_DIM / 2;
+    launch_backward_plan(scope_, words, chunks, spans, as_words(dq_, key_words), as_words(dk_, key_words),
+                         as_words(dv_, value_words), as_words(dg_, sizes_.v_heads), as_words(dbeta_, sizes_.v_heads),
+                         words_per_entry, sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
+  }
+
+  void launch_factor_kernel(const TensorView& chunks, const TensorView& solve, const TensorView& scores,
+                            const TensorView& rows, const TensorView& norms) {
+    NewTensor g_copy, beta_copy;
+    const TensorView g = as_gate(as_contiguous_float32(arguments_.g, g_copy));
+    const TensorView beta = as_gate(as_contiguous_float32(arguments_.beta, beta_copy));
+    const auto launch = is_bfloat16() ? launch_backward_factor_bf16 : launch_backward_factor_fp16;
+    launch(scope_, q(), k(), g, beta, chunks, solve, scores, rows, norms, static_cast<float>(arguments_.scale),
+           arguments_.use_l2norm);
+  }
+
+  void launch_scan_kernel(const TensorView& solve, const TensorView& scores, const TensorView& rows,
+                          const TensorView& spans, const TensorView& errors, const TensorView& states,
+                          const TensorView& dstates) {
+    NewTensor initial_copy, dfinal_copy;
+    void* const unused = rows.data;  // any valid address: the kernel neither reads nor writes it
+    const bool has_initial = arguments_.initial_state.has_value(), has_dfinal = arguments_.dht.has_value();
+    void* const initial = has_initial ? as_contiguous_float32(arguments_.initial_state, initial_copy).data : unused;
+    void* const dfinal = has_dfinal ? as_contiguous_float32(arguments_.dht, dfinal_copy).data : unused;
+    void* const dinitial = arguments_.output_dinitial ? dinitial_.view().data : unused;
+    const auto launch = is_bfloat16() ? launch_backward_scan_bf16 : launch_backward_scan_fp16;
+    launch(scope_, q(), k(), as_token_rows(arguments_.v.view()), as_token_rows(arguments_.do_.view()), solve, scores,
+           rows, spans, as_states("initial_state", initial), as_states("dht", dfinal), errors, states, dstates,
+           as_token_rows(dv_.view()), as_states("dh0", dinitial), has_initial, has_dfinal, arguments_.output_dinitial,
+           arguments_.state_v_first);
+  }
+
+  void launch_gradient_kernel(const TensorView& errors, const TensorView& states, const TensorView& dstates,
+                              const TensorView& rows, const TensorView& norms, const TensorView& chunks) {
+    const auto launch = is_bfloat16() ? launch_backward_gradients_bf16 : launch_backward_gradients_fp16;
+    launch(scope_, q(), k(), as_token_rows(arguments_.do_.view()), as_token_rows(dv_.view()), errors, states, dstates,
+           rows, norms, chunks, as_token_rows(dq_.view()), as_token_rows(dk_.view()), as_gate(dg_.view()),
+           as_gate(dbeta_.view()), static_cast<float>(arguments_.scale), arguments_.use_l2norm);
+  }
+
+  TensorView q() const { return as_token_rows(arguments_.q.view()); }
+  TensorView k() const { return as_token_rows(arguments_.k.view()); }
+
+  // A gradient's rows of tokens as 32-bit words.
+  TensorView as_words(const NewTensor& gradient, int64_t words) const {
+    const TensorView& view = gradient.view();
+    return contiguous_view(view.name, view.data, aoti_torch_dtype_int32(), scope_.index(), {sizes_.tokens, words});
+  }
+
+  // N * HV matrices of K * V numbers in one row each, in either layout.
+  TensorView as_states(const char* name, void* data) const {
+    return contiguous_view(name, data, aoti_torch_dtype_float32(), scope_.index(),
+                           {sizes_.sequences * sizes_.v_heads, STATE_DIM * STATE_DIM});
+  }
+
+  // [B, T, HV] -> [B * T, HV], contiguous.
+  TensorView as_gate(const TensorView& gate) const {
+    return contiguous_view(gate.name, gate.data, gate.dtype, gate.device, {sizes_.tokens, sizes_.v_heads});
+  }
+
+  bool is_bfloat16() const { return arguments_.q.view().dtype == aoti_torch_dtype_bfloat16(); }
+
+  const Arguments& arguments_;
+  const Sizes sizes_;
+  DeviceScope scope_;
+  NewTensor dq_, dk_, dv_, dg_, dbeta_, dinitial_;
+};
+
+void run(StableIValue* stack, uint64_t, uint64_t) {
+  const Arguments arguments(stack);
+  check_arguments(arguments);
+  Backward backward(arguments, read_sizes(arguments));
+  backward.run();
+  backward.hand_over(stack);
+}
+
+const OpRegistration registration(
+    "sm90_gated_delta_rule_bwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
+    "Tensor? cu_seqlens, Tensor do, Tensor? dht, float scale, bool use_qk_l2norm, bool state_v_first, "
+    "bool output_dinitial) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dh0)",
+    "sm90_gated_delta_rule_bwd", run);
+
+}  // namespace
+}  // namespace flashqla
