@@ -60,6 +60,7 @@ NORMS = {
     ),
     "another size": ((Stub(3, 64), Stub(3, 64), Stub(64), None), "D is 64, and the SM90 kernels take 128"),
     "a bias": ((ROW, ROW, WIDE, WIDE), "there is a bias, and the SM90 kernels have none"),
+    "six dimensions": ((Stub(1, 1, 1, 2, 2, 128), ROW, WIDE, None), "x has 6 dimensions, and the SM90 kernels take"),
 }
 
 
@@ -113,6 +114,7 @@ STEPS = {
         ((Q, Q, Q), PLAIN, Stub(9, 1, 128, 128, contiguous=False), 2, True),
         "the states are not contiguous",
     ),
+    "no value heads": (((Q, Q, Stub(2, 1, 0, 128)), PLAIN, None, 2, False), "there are no value heads, and the SM90"),
     "a gradient": (((Q, Stub(2, 1, 1, 128, grad=True), Q), PLAIN, None, 2, False), "a gradient may be asked for"),
     "many tokens": (((Stub(2, 17, 1, 128),) * 3, PLAIN, None, 2, False), "sequences have more than 16 tokens"),
     "many packed tokens": (((Stub(1, 49, 1, 128),) * 3, PLAIN, None, 3, False), "sequences have more than 16 tokens"),
@@ -309,3 +311,45 @@ def test_a_decode_step_equals_the_chunk_form(kernel, decode, case, layout):
     for name in ("g", "beta"):
         gate = decode[0][name]
         assert gate.stride(2) == 1 and gate.stride(0) == gate.shape[1] * gate.stride(1)
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_states_of_a_pool_are_moved_on_wherever_they_lie(part, monkeypatch, start):
+    """The library wants 16-byte addresses, and writes behind PyTorch's back."""
+    module, addresses = part("gated_delta_rule.recurrent_ops"), []
+
+    def update(*arguments):
+        pool = arguments[7]
+        addresses.append(pool.data_ptr())
+        pool.numpy()[:] = 5
+        return torch.zeros(2, 1, 1, 128)
+
+    monkeypatch.setattr(module, "ops", SimpleNamespace(sm90_fused_recurrent_update=update))
+    row, gate = torch.zeros(2, 1, 1, 128), torch.zeros(2, 1, 1)
+    pool = torch.zeros(1 + 3 * 128 * 128)[start : start + 3 * 128 * 128].view(3, 1, 128, 128)
+    version = pool._version
+    module.fused_recurrent_update(row, row, row, gate, gate, None, None, pool, None, None, 1.0, 0.0, False, False)
+    assert addresses[0] % 16 == 0 and bool((pool == 5).all()) and pool._version > version
+
+
+def test_a_weight_inside_a_flat_buffer_is_aligned(part, monkeypatch):
+    path, seen = part("gated_norm.sm90_path"), []
+    record = SimpleNamespace(
+        sm90_rms_norm_gated_fwd=lambda x, g, weight, *options: seen.append(weight),
+        sm90_rms_norm_gated_bwd=lambda dy, x, g, weight, *options: seen.append(weight),
+    )
+    monkeypatch.setattr(path, "ops", record)
+    x, weight = torch.randn(3, 128).bfloat16(), torch.randn(129)[1:]
+    path.forward(x, x, weight, 1e-6, True)
+    path.backward(x, x, x, weight, 1e-6, True)
+    assert len(seen) == 2 and all(w.data_ptr() % 16 == 0 and torch.equal(w, weight) for w in seen)
+
+
+def test_the_notice_of_the_pytorch_path_does_not_break_a_graph(part):
+    notice = part("sm90").notice_torch_path
+
+    def step(x):
+        notice("an operator", "a reason that no other test gives")
+        return x + 1
+
+    assert torch.compile(step, fullgraph=True, backend="eager")(torch.zeros(1)).item() == 1

@@ -290,3 +290,11 @@ def test_an_update_of_no_rows_changes_nothing(kernel):
         2,
     )
     assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("indices", [None, [1, 0]])
+def test_a_state_that_repeats_memory_is_refused(kernel, indices):
+    state = torch.zeros(1, 3, 4).expand(2, -1, -1)
+    indices = None if indices is None else torch.tensor(indices)
+    with pytest.raises(ValueError, match=r"conv_state has strides \[0, 4, 1\]; it is updated in place"):
+        kernel.causal_conv1d_update(torch.zeros(2, 3), state, torch.zeros(3, 4), conv_state_indices=indices)

@@ -357,3 +357,16 @@ def test_other_heads_and_widths_take_the_separate_operations(part, compiled, siz
     q, k, _, _ = part("causal_conv1d.heads").convolve_heads(x, weight, None, "silu", **heads)
     assert q.shape[-1] == k.shape[-1] == heads["head_k_dim"]
     assert relative_error(q.norm(dim=-1), torch.ones(q.shape[:-1])) <= 1e-2
+
+
+def test_autograd_sees_that_an_update_has_written(kernel, compiled, monkeypatch):
+    """The library writes behind PyTorch's back."""
+    monkeypatch.setattr(
+        compiled, "sm90_causal_conv1d_update", lambda x, *others: x.transpose(1, 2).clone(), raising=False
+    )
+    _, weight, bias, _ = example()
+    x, state = signed((2, CHANNELS, 1), 1305).float(), signed((2, CHANNELS, WIDTH), 1306).float()
+    used = (state * torch.ones((), requires_grad=True).expand_as(state)).sum()
+    kernel.causal_conv1d_update(x, state, weight, bias)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        used.backward()

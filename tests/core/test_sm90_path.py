@@ -51,6 +51,7 @@ COPIED = {
     "one row for all heads": lambda: rows(heads=1).expand(2, 6, 3, 16),
     "one token for all": lambda: rows(batch=1, tokens=1).expand(1, 6, 3, 16),
     "one row for the batch": lambda: rows(batch=1).expand(2, 6, 3, 16),
+    "one token for the batch": lambda: rows(batch=1, tokens=1).expand(2, 1, 3, 16),
     "every second element": lambda: rows(dim=32)[..., ::2],
 }
 
@@ -68,6 +69,13 @@ def test_other_rows_are_copied_once_and_then_fit(part, layout):
     assert not fits_tile_loads(x)
     loaded = part("gated_delta_rule.sm90_path")._loadable(x)
     assert fits_tile_loads(loaded) and torch.equal(loaded, x)
+
+
+@pytest.mark.parametrize("turned", [lambda: rows(tokens=3, heads=1).transpose(1, 2), lambda: rows()[:, -1:]])
+def test_one_token_a_row_is_not_copied_whatever_its_stride(part, turned):
+    x = turned()
+    loaded = part("gated_delta_rule.sm90_path")._loadable(x)
+    assert fits_tile_loads(loaded) and torch.equal(loaded, x) and loaded.data_ptr() == x.data_ptr()
 
 
 @pytest.fixture

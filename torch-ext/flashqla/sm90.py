@@ -32,7 +32,7 @@ def _capability(device_index: int) -> tuple:
 
 
 def notice_torch_path(name: str, reason: str) -> None:
-    """Say once per reason that a CUDA call takes the PyTorch path."""
-    if (name, reason) not in _noticed:
+    """Say once per reason that a CUDA call takes the PyTorch path. Not while torch.compile traces, which takes no warning."""
+    if not torch.compiler.is_compiling() and (name, reason) not in _noticed:
         _noticed.add((name, reason))
         warnings.warn(f"{name} runs on its PyTorch path: {reason}.", stacklevel=2)

@@ -74,7 +74,9 @@ def update(
 ) -> Tensor:
     """y [B, T, D] of x [B, D, T]; moves the states on in place."""
     weight, bias = _weights(x, weight, bias)
-    return ops.sm90_causal_conv1d_update(x, conv_state, weight, bias, _flat(conv_state_indices), silu)
+    y = ops.sm90_causal_conv1d_update(x, conv_state, weight, bias, _flat(conv_state_indices), silu)
+    torch.autograd.graph.increment_version(conv_state)
+    return y
 
 
 def _weights(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tuple[Tensor, Optional[Tensor]]:

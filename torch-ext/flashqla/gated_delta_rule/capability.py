@@ -26,6 +26,8 @@ def explain_unsupported(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
         if size != SM90_HEAD_DIM:
             return f"{name} is {size}, and the SM90 kernels take head size {SM90_HEAD_DIM}"
+    if v.shape[2] == 0:
+        return "there are no value heads, and the SM90 kernels take at least one"
     return None
 
 

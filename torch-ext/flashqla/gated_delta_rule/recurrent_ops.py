@@ -54,6 +54,8 @@ def _reasons(tensors, gates, states, sequences, in_place) -> Iterator[str]:
     for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
         if size != SM90_HEAD_DIM:
             yield f"{name} is {size}, and the SM90 kernels take head size {SM90_HEAD_DIM}"
+    if v.shape[2] == 0:
+        yield "there are no value heads, and the SM90 kernels take at least one"
     for name, x in zip(("g", "beta", "A_log", "dt_bias"), gates):
         if x is not None and x.dtype not in (q.dtype, torch.float32):
             yield f"{name} has dtype {x.dtype}, and the SM90 kernels take that of q or float32"
@@ -91,7 +93,8 @@ def fused_recurrent_fwd(
     """
     tensors = _token_inputs(q, k, v, g, beta, A_log, dt_bias)
     options = (scale, strength, use_qk_l2norm, state_v_first, output_final_state)
-    return ops.sm90_fused_recurrent_fwd(*tensors, initial_state, _contiguous(cu_seqlens, q.shape[1]), *options)
+    states = None if initial_state is None else _aligned(initial_state)
+    return ops.sm90_fused_recurrent_fwd(*tensors, states, _contiguous(cu_seqlens, q.shape[1]), *options)
 
 
 def fused_recurrent_update(
@@ -114,7 +117,12 @@ def fused_recurrent_update(
     tensors = _token_inputs(q, k, v, g, beta, A_log, dt_bias)
     bounds, options = _contiguous(cu_seqlens, q.shape[1]), (scale, strength, use_qk_l2norm, state_v_first)
     indices = None if state_indices is None else state_indices.contiguous()
-    return ops.sm90_fused_recurrent_update(*tensors, states, indices, bounds, *options)
+    pool = _aligned(states)
+    o = ops.sm90_fused_recurrent_update(*tensors, pool, indices, bounds, *options)
+    if pool is not states:
+        states.copy_(pool)
+    torch.autograd.graph.increment_version(states)
+    return o
 
 
 def forward(*arguments):
@@ -146,6 +154,11 @@ def _rows(x: Tensor) -> Tensor:
         and x.data_ptr() % BASE_ALIGNMENT == 0
     ):
         return x
+    return _aligned(x)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x itself if it is contiguous at a 16-byte address, else a copy that is."""
     copy = x.contiguous()
     return copy.clone() if copy.data_ptr() % BASE_ALIGNMENT else copy
 

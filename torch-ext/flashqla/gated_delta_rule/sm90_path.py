@@ -111,6 +111,8 @@ def _loadable(x: Tensor) -> Tensor:
 
     An expanded tensor, with a stride of 0, is copied: a tensor map describes memory, not repetition. D is a multiple of 8.
     """
+    if x.shape[1] == 1 < x.shape[0]:  # the batch walks the tokens, and the one token of a row may have any stride
+        x = x.as_strided(x.shape, (x.stride(0), x.stride(0), x.stride(2), x.stride(3)))
     if x.is_contiguous() and x.data_ptr() % BASE_ALIGNMENT == 0:
         return x
     batch, tokens, heads, _ = x.shape

@@ -10,6 +10,7 @@ from ..sm90 import explain_device
 SM90_FORWARD = "sm90_rms_norm_gated_fwd"
 SM90_DTYPES = (torch.bfloat16, torch.float16)
 SM90_DIM = 128
+SM90_RANK = 5  # dimensions
 
 
 def explain_unsupported(x: Tensor, g: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Optional[str]:
@@ -29,5 +30,7 @@ def _reasons(x: Tensor, g: Tensor, weight: Tensor, bias: Optional[Tensor]) -> It
         yield f"weight has dtype {weight.dtype}, and the SM90 kernels take that of x or float32"
     if x.shape[-1] != SM90_DIM:
         yield f"D is {x.shape[-1]}, and the SM90 kernels take {SM90_DIM}"
+    if len(x.shape) > SM90_RANK:
+        yield f"x has {len(x.shape)} dimensions, and the SM90 kernels take at most {SM90_RANK}"
     if bias is not None:
         yield "there is a bias, and the SM90 kernels have none"
