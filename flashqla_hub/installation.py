@@ -146,7 +146,12 @@ def _kernel_config_mappings(model: nn.Module) -> list[dict]:
 
 
 def required_nets(model: nn.Module, caller: str) -> list[GatedDeltaNet]:
-    """The gated delta rule layers of the model; ValueError if it has none."""
+    """The gated delta rule layers of the model; ValueError if it has none, TypeError if it is no model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}; {caller} needs a loaded model: pass what "
+            "AutoModelForCausalLM.from_pretrained returns."
+        )
     nets = gated_delta_nets(model)
     if not nets:
         raise ValueError(

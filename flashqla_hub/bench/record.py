@@ -79,5 +79,17 @@ def append(path: Path, records: list[dict]) -> None:
 
 
 def read(paths: Iterable[Path]) -> list[dict]:
-    """The records of some files, in their order."""
-    return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines() if line]
+    """The records of some files, in their order; ValueError, one sentence, for a file that holds none."""
+    return [record for path in paths for record in _read(path)]
+
+
+def _read(path: Path) -> list[dict]:
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; name a record file, such as those under benchmarks/results/.")
+    try:
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    except ValueError:
+        records = [None]
+    if not all(isinstance(record, dict) and {"op", "impl", "gates"} <= record.keys() for record in records):
+        raise ValueError(f"{path} is no record of `python -m flashqla_hub bench`; name one that it wrote.")
+    return records

@@ -28,7 +28,11 @@ def report_command(
 ) -> None:
     """Print the Markdown table of benchmark records, and draw the speedup over the best peer of each row."""
     console = Console()
-    found = read(records)
+    try:
+        found = read(records)
+    except ValueError as error:
+        console.print(str(error), markup=False)
+        raise typer.Exit(2) from None
     for op, gates in dict.fromkeys((record["op"], record["gates"]) for record in found):
         chosen = [record for record in found if (record["op"], record["gates"]) == (op, gates)]
         console.print(f"{op}, gates {gates}:\n")

@@ -88,6 +88,12 @@ def checkpoint_to_resume(settings: Settings, resume: bool, overwrite: bool) -> P
     """
     from .training import last_checkpoint
 
+    if resume and overwrite:
+        raise FinetuneError(
+            "--resume and --overwrite are both given; one goes on and the other begins anew: leave one out."
+        )
+    if settings.output.exists() and not settings.output.is_dir():
+        raise FinetuneError(f"--output is {settings.output}, which is a file; name a folder.")
     found = last_checkpoint(settings)
     if not resume:
         if found is not None and not overwrite:

@@ -26,7 +26,10 @@ def verify(model: PreTrainedModel, rows: Rows, settings: Settings) -> str:
     """
     row = next((row for row in map(rows.__getitem__, range(len(rows))) if len(row["segments"]) > 1), None)
     if row is None:
-        raise FinetuneError("no row holds several documents, so there is no packing to verify; raise --seq-len.")
+        raise FinetuneError(
+            "no row holds several documents, so there is no packing to verify; bring several documents "
+            "(a folder or a .jsonl file), or raise --seq-len."
+        )
     segments = row["segments"]
     one_by_one = [flatten([{"segments": [segment]}]) for segment in segments if len(segment["input_ids"]) > 1]
     together = flatten([row])

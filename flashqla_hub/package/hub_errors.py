@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from huggingface_hub import constants, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
+    HFValidationError,
     HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
@@ -35,7 +36,7 @@ def explained(action: str, token: str | None = None) -> Iterator[None]:
     """Turn every failure of the Hub inside into a PackageError "cannot <action>: <why>", keeping the cause."""
     try:
         yield
-    except (HTTPError, OSError) as error:
+    except (HTTPError, HFValidationError, OSError) as error:
         _clear_tokens(error, token)
         raise PackageError(f"cannot {action}: {redacted(sentence_of(error), token)}") from error
 
@@ -55,6 +56,8 @@ def status_of(error: BaseException) -> int | None:
 def sentence_of(error: BaseException) -> str:
     """Why the Hub did not do what was asked, and what helps."""
     status = status_of(error)
+    if isinstance(error, HFValidationError):
+        return "that is no name of a repository; name it as owner/name, for example qwen/flashqla."
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set; unset it to reach the Hub."
     if isinstance(error, RevisionNotFoundError):

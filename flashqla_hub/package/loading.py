@@ -128,7 +128,8 @@ def _telemetry_switches() -> list[str]:
 def _not_in_cache(error: Exception, request: Request) -> str:
     return (
         f"HF_HUB_OFFLINE is set and the cache does not hold version {request.version} of {request.source} completely; "
-        f"run flashqla_hub.download({request.source!r}, version={request.version}) once with a network."
+        f"run flashqla_hub.download({request.source!r}, version={request.version}, trust_remote_code=True) once with a "
+        "network, if you trust its publisher."
     )
 
 

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from flashqla_hub.__main__ import build_app
 from flashqla_hub.bench import report
-from flashqla_hub.bench.record import append
+from flashqla_hub.bench.record import append, read
 
 ROW = {"op": "forward", "hk": 2, "hv": 8, "seqs": "1x64", "gates": "bench", "device": "NVIDIA H200"}
 OURS = {
@@ -80,3 +80,13 @@ def test_the_command_prints_a_table_for_each_operation_and_gates(tmp_path):
         "backward, gates bench:",
     ]
     assert done.output.count("| (2, 8) 1x64 | 0.5000 | 1.0000 | 2.0000 | 2.00x | **0.50x** | 21 | 20% | 5 of 40 |") == 2
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", '{"op": "forward"}', "[1]"])
+def test_a_file_that_is_no_record_is_refused_in_one_sentence(tmp_path, content):
+    path = tmp_path / "other.jsonl"
+    if content is not None:
+        path.write_text(content + "\n")
+    rule = "does not exist; name a record file" if content is None else "is no record of `python -m flashqla_hub bench`"
+    with pytest.raises(ValueError, match=rule):
+        read([path])

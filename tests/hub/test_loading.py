@@ -98,12 +98,12 @@ def test_download_command_fills_the_cache_that_kernels_reads(stocked_hub: Hub, r
 def test_get_kernel_online_alone_does_not_prepare_for_offline(stocked_hub: Hub, run_python: RunPython):
     succeed(run_python, LOAD.format("trust_remote_code=True"), hub=stocked_hub)
     (line,) = refusals(run_python, "", HF_HUB_OFFLINE="1")
-    assert f"run flashqla_hub.download('{REPO}', version=1) once with a network" in line
+    assert f"run flashqla_hub.download('{REPO}', version=1, trust_remote_code=True) once with a network" in line
 
 
 def test_offline_without_download_names_the_download(run_python: RunPython):
     (line,) = refusals(run_python, "", HF_HUB_OFFLINE="1")
-    assert f"run flashqla_hub.download('{REPO}', version=1) once with a network" in line
+    assert f"run flashqla_hub.download('{REPO}', version=1, trust_remote_code=True) once with a network" in line
 
 
 def test_list_of_trusted_repositories_is_a_list_of_names(stocked_hub: Hub, run_python: RunPython):

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from fresh_process import TOKEN, RunPython
 from hub_server import Change, Hub
+from huggingface_hub.utils import validate_repo_id
 from packaging.version import Version
 from source_tree import build, commit_all
 
 from flashqla_hub.package import publish as publishing
 from flashqla_hub.package.errors import PackageError
-from flashqla_hub.package.hub_errors import redacted
+from flashqla_hub.package.hub_errors import explained, redacted
 from flashqla_hub.package.project import read_project
 from flashqla_hub.package.publish import MINIMUM_HUB, publish, published_files
 
@@ -227,3 +228,11 @@ def test_published_commit_names_its_source(committed: Path, hub: Hub, api, monke
         ["git", "-C", str(committed), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
     )
     assert described == [f"Built from commit {head.stdout.strip()}."] * 2
+
+
+def test_name_that_no_repository_can_have_is_explained():
+    with (
+        pytest.raises(PackageError, match=r"^cannot read it: that is no name of a repository; name it as owner/name"),
+        explained("read it"),
+    ):
+        validate_repo_id("a/b/c")

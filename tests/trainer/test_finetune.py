@@ -191,6 +191,8 @@ REFUSED = {
     "column": (["--column", "body", "lines.jsonl"], "line 1 of lines.jsonl is no JSON object with a field body"),
     "model": (["--model", "./nowhere"], "model is ./nowhere, which is none of qwen3.5-0.8b, tiny, and"),
     "nothing to resume": (["--resume"], "finetune-output holds no run to resume; leave out --resume"),
+    "both": (["--resume", "--overwrite"], "--resume and --overwrite are both given; one goes on and the other"),
+    "a file as output": (["--output", "short.txt"], "--output is short.txt, which is a file; name a folder"),
     "packing": (["--verify-packing", "long.txt"], "no row holds several documents"),
 }
 

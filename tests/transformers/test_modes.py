@@ -397,6 +397,12 @@ class TestWrongArguments:
             with pytest.raises(ValueError, match="Linear without a gated delta rule layer"):
                 call(nn.Linear(1, 1))
 
+    @pytest.mark.parametrize("thing", ["Qwen/Qwen3.5-0.8B", 3, None])
+    def test_what_is_no_model_is_refused(self, kernel_folder, thing):
+        for call in (flashqla_hub.kernelize, flashqla_hub.report, flashqla_hub.is_active):
+            with pytest.raises(TypeError, match=f"model is a {type(thing).__name__}; "):
+                call(thing)
+
     def test_kernel_config_refuses_a_model_without_one(self, kernel_folder):
         with pytest.raises(ValueError, match="without a gated delta rule layer"):
             flashqla_hub.kernel_config(kernel_folder).sanitize_kernel_mapping(nn.Linear(1, 1))
