@@ -2,7 +2,7 @@
 
 import torch
 
-NAMESPACE = "_flashqla_1384479e8a7d"
+NAMESPACE = "_flashqla_f4aaa6b09528"
 ops = getattr(torch.ops, NAMESPACE)
 
 

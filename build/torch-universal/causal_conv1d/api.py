@@ -3,10 +3,10 @@
 from typing import Optional, Tuple, Union
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from . import torch_path, validation
+from ..sm90 import notice_torch_path
+from . import autograd, capability, torch_path, validation
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
@@ -40,7 +40,8 @@ def causal_conv1d_fn(
             behind the last bound give 0. Values are checked as in `chunk_gated_delta_rule`, but not under torch.compile.
 
     Returns:
-        y [B, D, T] in x's dtype; with `return_final_states` also the final states.
+        y [B, D, T] in x's dtype; with `return_final_states` also the final states. From the SM90 kernels y lies in rows of
+        channels, whatever the layout of x: y.transpose(1, 2) is contiguous, as the next operator reads it.
 
     Raises:
         ValueError, TypeError: one sentence naming the argument, the rule, the value and the way out.
@@ -48,24 +49,28 @@ def causal_conv1d_fn(
     validation.check_convolution(x, weight, bias, activation)
     return_final_states = return_final_states or final_states_out is not None
     validation.check_boundaries(x, seq_idx, cu_seqlens, initial_states, return_final_states)
-    if seq_idx is not None or cu_seqlens is not None:
-        sequence = seq_idx if cu_seqlens is None else torch_path.sequence_of_tokens(cu_seqlens, x.shape[2])
-        return torch_path.convolve_packed(x, weight, bias, activation, sequence)
     history = weight.shape[1] - 1
     if final_states_out is not None:
         validation.check_state("final_states_out", final_states_out, x, history, exactly=True)
-    if initial_states is None:
-        extended = F.pad(x, (history, 0))
-    else:
+    if initial_states is not None:
         validation.check_state("initial_states", initial_states, x, history)
-        extended = torch.cat([initial_states[..., initial_states.shape[2] - history :].to(x.dtype), x], dim=-1)
-    out = torch_path.convolve(extended, weight, bias, activation, x.shape[2])
+        initial_states = initial_states[..., initial_states.shape[2] - history :].to(x.dtype)
+    sequence = seq_idx if cu_seqlens is None else torch_path.sequence_of_tokens(cu_seqlens, x.shape[2])
+    unsupported = capability.explain_unsupported(x, weight)
+    if unsupported is None:
+        sequence = None if sequence is None else sequence.to(torch.int32)
+        silu = activation is not None
+        y, final = autograd.forward(x, weight, bias, sequence, initial_states, silu, return_final_states)
+        y = y.transpose(1, 2)
+    else:
+        if x.is_cuda:
+            notice_torch_path("causal_conv1d_fn", unsupported)
+        y, final = torch_path.forward(x, weight, bias, activation, sequence, initial_states)
     if not return_final_states:
-        return out
-    final = extended[..., extended.shape[2] - history :]
+        return y
     if final_states_out is not None:
         final = final_states_out.copy_(final)
-    return out, final
+    return y, final
 
 
 def causal_conv1d_update(
@@ -74,6 +79,7 @@ def causal_conv1d_update(
     weight: Tensor,
     bias: Optional[Tensor] = None,
     activation: Optional[str] = None,
+    conv_state_indices: Optional[Tensor] = None,
 ) -> Tensor:
     """The convolution of one or a few new tokens, with the earlier ones in `conv_state`, which is updated in place.
 
@@ -81,6 +87,8 @@ def causal_conv1d_update(
         x: [B, D] or [B, D, T], the new tokens.
         conv_state: [B, D, S] with S >= W - 1, the last tokens; afterwards it ends with x.
         weight, bias, activation: as in `causal_conv1d_fn`.
+        conv_state_indices: [B] int32 or int64, the row of conv_state [N, D, S] that belongs to each row of x; rows of x
+            with a negative index give 0 and leave every state alone. No row may be named twice. Row b by default.
 
     Returns:
         y, in the shape and dtype of x.
@@ -91,8 +99,12 @@ def causal_conv1d_update(
     validation.check_floating("x", x)
     tokens = x.unsqueeze(-1) if x.dim() == 2 else x
     validation.check_convolution(tokens, weight, bias, activation)
-    validation.check_state("conv_state", conv_state, tokens, weight.shape[1] - 1)
-    extended = torch.cat([conv_state.to(tokens.dtype), tokens], dim=-1)
-    out = torch_path.convolve(extended, weight, bias, activation, tokens.shape[2])
-    conv_state.copy_(extended[..., tokens.shape[2] :])
-    return out.view_as(x)
+    validation.check_state_indices(tokens, conv_state, conv_state_indices, weight.shape[1])
+    unsupported = capability.explain_unsupported_update(tokens, conv_state, weight, bias)
+    if unsupported is None:
+        indices = None if conv_state_indices is None else conv_state_indices.to(torch.int32)
+        y = autograd.update(tokens, conv_state, weight, bias, indices, activation is not None).transpose(1, 2)
+        return y.squeeze(-1) if x.dim() == 2 else y
+    if x.is_cuda:
+        notice_torch_path("causal_conv1d_update", unsupported)
+    return torch_path.update(tokens, conv_state, weight, bias, activation, conv_state_indices).view_as(x)

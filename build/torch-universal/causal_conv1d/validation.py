@@ -67,6 +67,41 @@ def check_state(name: str, state: Tensor, x: Tensor, tokens: int, exactly: bool 
         )
 
 
+def check_state_indices(x: Tensor, conv_state: Tensor, conv_state_indices: Optional[Tensor], width: int) -> None:
+    """Raise unless `conv_state` has a row for each row of x, or `conv_state_indices` [batch] names one."""
+    if conv_state_indices is None:
+        check_state("conv_state", conv_state, x, width - 1)
+        _check_written("conv_state", conv_state)
+        return
+    if not isinstance(conv_state_indices, Tensor) or conv_state_indices.dtype not in (torch.int32, torch.int64):
+        kind = conv_state_indices.dtype if isinstance(conv_state_indices, Tensor) else type(conv_state_indices).__name__
+        raise TypeError(
+            f"conv_state_indices is {kind}; it must be an int32 or int64 tensor: pass the row of conv_state for each row of x."
+        )
+    if tuple(conv_state_indices.shape) != (x.shape[0],):
+        raise ValueError(
+            f"conv_state_indices has shape {list(conv_state_indices.shape)}; it must be [batch] = [{x.shape[0]}]: "
+            "pass one row of conv_state, or -1, for each row of x."
+        )
+    check_device("conv_state_indices", conv_state_indices, "x", x)
+    check_floating("conv_state", conv_state)
+    check_device("conv_state", conv_state, "x", x)
+    sizes = list(conv_state.shape)
+    if len(sizes) != 3 or sizes[0] == 0 or sizes[1] != x.shape[1] or sizes[2] < width - 1:
+        raise ValueError(
+            f"conv_state has shape {sizes}; with conv_state_indices it must be [rows, {x.shape[1]}, tokens] with at least "
+            f"one row and {width - 1} tokens: allocate it for these channels and this width."
+        )
+    _check_written("conv_state", conv_state)
+
+
+def _check_written(name: str, state: Tensor) -> None:
+    if any(size > 1 and stride == 0 for size, stride in zip(state.shape, state.stride())):
+        raise ValueError(
+            f"{name} has strides {list(state.stride())}; it is updated in place and must not repeat memory: pass {name}.clone()."
+        )
+
+
 def _check_seq_idx(x: Tensor, seq_idx: Tensor) -> None:
     if not isinstance(seq_idx, Tensor) or seq_idx.dtype not in INTEGERS:
         kind = seq_idx.dtype if isinstance(seq_idx, Tensor) else type(seq_idx).__name__

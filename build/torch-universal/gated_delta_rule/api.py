@@ -1,10 +1,12 @@
 """Public functions of the gated delta rule: validate, activate gates, call the op."""
 
+from functools import partial
 from typing import NamedTuple, Optional, Tuple
 
 from torch import Tensor
 
-from . import autograd, gates, validation
+from ..sm90 import notice_torch_path
+from . import autograd, gate_ops, pool, recurrent_ops, validation
 
 __all__ = [
     "chunk_gated_delta_rule",
@@ -55,6 +57,7 @@ def chunk_gated_delta_rule(
     A_log: Optional[Tensor] = None,
     dt_bias: Optional[Tensor] = None,
     chunk_size: int = 64,
+    plan: str = "auto",
     **unknown,
 ) -> Tuple[Tensor, Optional[Tensor]]:
     """Gated delta rule over whole sequences, by chunks, differentiable.
@@ -68,7 +71,9 @@ def chunk_gated_delta_rule(
 
     Args:
         q, k: [B, T, H, K], bfloat16, float16, float32 or float64. Value head h reads key head h // (HV // H). Keys should
-            have norm at most about 1 (see `use_qk_l2norm_in_kernel`): longer keys make the recurrence itself explode.
+            have norm at most about 1 (see `use_qk_l2norm_in_kernel`): longer keys make the recurrence itself explode. The
+            compiled SM90 forward inverts in float16: products of keys above 65,504, or beta |k|^2 far above 2, give
+            results that are not finite there before they do on the PyTorch path.
         v: [B, T, HV, V], the dtype of q and k; HV must be a multiple of H.
         g: [B, T, HV], any floating dtype: log decay, at most 0 (-inf forgets everything; positive values are not
             supported). The raw gate input instead if `use_gate_in_kernel`.
@@ -91,6 +96,10 @@ def chunk_gated_delta_rule(
         use_gate_in_kernel: g becomes -exp(A_log) * softplus(g + dt_bias), in float32.
         A_log, dt_bias: [HV], any floating dtype; gradients flow to both.
         chunk_size: tokens a chunk, 16, 32 or 64: a hint that changes the result by rounding only.
+        plan: how the SM90 kernels cut long sequences into segments that run side by side. "auto": by lengths and head
+            counts, for speed. "invariant": by the sequence's own length, so that a sequence gives the same bits in any
+            batch and with its heads spread over any number of GPUs. "off": not at all. It changes the result by rounding
+            only, and nothing on the PyTorch path.
 
     Returns:
         o: [B, T, HV, V], the dtype of v.
@@ -103,7 +112,8 @@ def chunk_gated_delta_rule(
         Computed in float32 (float64 for float64 inputs), also under autocast. The backward recomputes; between forward
         and backward only the inputs and a few states are kept. Second derivatives are not available.
     """
-    _refuse_unsupported(cp_context=cp_context, **unknown)
+    if cp_context is not None or unknown:
+        _refuse_unsupported(cp_context=cp_context, **unknown)
     validation.check_flags(
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -112,19 +122,34 @@ def chunk_gated_delta_rule(
         state_v_first=state_v_first,
         use_gate_in_kernel=use_gate_in_kernel,
     )
+    inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
+    activates = use_gate_in_kernel or use_beta_sigmoid_in_kernel or allow_neg_eigval
+    if not activates and A_log is None and dt_bias is None and validation.are_sound_options(scale, chunk_size):
+        # The compiled op checks tensors itself, in a tenth of the time. What it refuses comes back, to get its sentence here.
+        direct = autograd.forward_directly(
+            *inputs, scale, use_qk_l2norm_in_kernel, state_v_first, output_final_state, plan
+        )
+        if direct is not None:
+            return direct
     validation.check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first)
+    validation.check_plan(plan)
     validation.check_gate_options(use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, v)
-    if use_gate_in_kernel:
-        g = gates.log_decay(g, A_log, dt_bias)
-    if use_beta_sigmoid_in_kernel:
-        beta = gates.writing_strength(beta, allow_neg_eigval)
-    if state_v_first and initial_state is not None:
-        initial_state = initial_state.mT
+    if use_gate_in_kernel or use_beta_sigmoid_in_kernel:
+        raw = (g if use_gate_in_kernel else None, beta if use_beta_sigmoid_in_kernel else None)
+        activated_g, activated_beta = gate_ops.activate(*raw, A_log, dt_bias, allow_neg_eigval)
+        g = g if activated_g is None else activated_g
+        beta = beta if activated_beta is None else activated_beta
+    inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    o, final_state = autograd.forward(
-        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, chunk_size
+    if activates:
+        direct = autograd.forward_directly(
+            *inputs, scale, use_qk_l2norm_in_kernel, state_v_first, output_final_state, plan
+        )
+        if direct is not None:
+            return direct
+    return autograd.forward(
+        *inputs, scale, use_qk_l2norm_in_kernel, chunk_size, state_v_first, output_final_state, plan
     )
-    return o, _public_state(final_state, output_final_state, state_v_first)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -146,18 +171,30 @@ def fused_recurrent_gated_delta_rule(
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Optional[Tensor] = None,
+    *,
+    state_indices: Optional[Tensor] = None,
+    inplace_final_state: bool = False,
     **unknown,
 ) -> Tuple[Tensor, Optional[Tensor]]:
     """Gated delta rule for a few tokens, as in generation: the same function as `chunk_gated_delta_rule`.
+
+    On SM90, without gradients, sequences of up to 16 tokens are served by one launch that reads and writes each state once
+    and activates gates and strengths on the way; longer ones, and other inputs, as `chunk_gated_delta_rule` serves them.
 
     Args:
         g: log decay [B, T, HV]; None means 0, a state that never decays.
         beta: writing strength [B, T, HV]; None means 1.
         gk, gv: gates per channel belong to other models; must be None.
+        state_indices: [N] int32 or int64: `initial_state` is a pool [slots, HV, K, V] of which sequence n has the state
+            `state_indices[n]`. The states are updated in place, so this is for inference, and no two sequences may have
+            the same. A sequence whose index lies outside the pool, such as -1, is skipped: its outputs are 0.
+        inplace_final_state: without `state_indices`, write the final states where the initial ones [N, HV, K, V] lie; for
+            inference too.
         The others as in `chunk_gated_delta_rule`.
 
     Returns:
-        o [B, T, HV, V] and the final state or None, as `chunk_gated_delta_rule`.
+        o [B, T, HV, V] and the final state or None, as `chunk_gated_delta_rule`; `initial_state` itself where it is updated in
+        place.
 
     Raises:
         ValueError, TypeError: as `chunk_gated_delta_rule`.
@@ -170,24 +207,57 @@ def fused_recurrent_gated_delta_rule(
         g = v.new_zeros(v.shape[:3])
     if beta is None:
         beta = v.new_ones(v.shape[:3])
-    return chunk_gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale,
-        initial_state,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        state_v_first,
-        cu_seqlens,
+    validation.check_flags(
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        use_gate_in_kernel=use_gate_in_kernel,
+        inplace_final_state=inplace_final_state,
+    )
+    pooled = state_indices is not None
+    in_place = pooled or inplace_final_state
+    states = None if pooled else initial_state
+    validation.check_inputs(q, k, v, g, beta, scale, states, cu_seqlens, 64, state_v_first)
+    validation.check_gate_options(use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, v)
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if pooled:
+        validation.check_pool(q, v, initial_state, state_indices, sequences, state_v_first)
+    if in_place:
+        validation.check_in_place(initial_state)
+        name = "state_indices" if pooled else "inplace_final_state"
+        validation.check_no_gradient(name, q, k, v, g, beta, A_log, dt_bias, initial_state)
+    pool_if_wanted = initial_state if output_final_state else None
+    inputs = (q, k, v, g, beta, A_log, dt_bias)
+    unsupported = recurrent_ops.explain_unsupported(inputs[:3], inputs[3:], initial_state, sequences, in_place)
+    if unsupported is None:
+        strength = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        options = (cu_seqlens, scale, strength, use_qk_l2norm_in_kernel, state_v_first)
+        if in_place:
+            return recurrent_ops.update(*inputs, initial_state, state_indices, *options), pool_if_wanted
+        o, final_state = recurrent_ops.forward(*inputs, initial_state, *options, output_final_state)
+        return o, final_state if output_final_state else None
+
+    by_chunks = partial(
+        chunk_gated_delta_rule,
+        *inputs[:5],
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
         use_gate_in_kernel=use_gate_in_kernel,
         A_log=A_log,
         dt_bias=dt_bias,
     )
+    if not in_place:
+        return by_chunks(initial_state=initial_state, output_final_state=output_final_state)
+    if q.is_cuda:
+        notice_torch_path("the update of states in place", unsupported)
+    return pool.update(by_chunks, initial_state, state_indices, cu_seqlens), pool_if_wanted
 
 
 def chunk_gated_delta_rule_fwd(
@@ -203,6 +273,7 @@ def chunk_gated_delta_rule_fwd(
     state_v_first: bool = False,
     cu_seqlens: Optional[Tensor] = None,
     chunk_size: int = 64,
+    plan: str = "auto",
 ) -> ForwardResult:
     """The forward alone, outside autograd, with what its backward needs.
 
@@ -216,14 +287,14 @@ def chunk_gated_delta_rule_fwd(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         state_v_first=state_v_first,
     )
+    validation.check_plan(plan)
     validation.check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first)
-    if state_v_first and initial_state is not None:
-        initial_state = initial_state.mT
+    initial_state = autograd.state_k_first(initial_state, state_v_first)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     o, final_state, residuals = autograd.forward_alone(
-        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, chunk_size
+        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, chunk_size, plan=plan
     )
-    return ForwardResult(o, _public_state(final_state, output_final_state, state_v_first), residuals)
+    return ForwardResult(o, autograd.public_state(final_state, output_final_state, state_v_first), residuals)
 
 
 def chunk_gated_delta_rule_bwd(
@@ -259,19 +330,13 @@ def chunk_gated_delta_rule_bwd(
     )
     validation.check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first)
     validation.check_gradients(q, v, residuals, do, dht, cu_seqlens, state_v_first)
-    state, dht = (x.mT if state_v_first and x is not None else x for x in (initial_state, dht))
+    state, dht = (autograd.state_k_first(x, state_v_first) for x in (initial_state, dht))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     *grads, dh0 = autograd.backward_alone(
         q, k, v, g, beta, state, cu_seqlens, residuals, do, dht, scale, use_qk_l2norm_in_kernel, chunk_size
     )
-    dh0 = _public_state(dh0, initial_state is not None, state_v_first)
+    dh0 = autograd.public_state(dh0, initial_state is not None, state_v_first)
     return BackwardResult(*grads, dh0 if dh0 is None else dh0.to(initial_state.dtype))
-
-
-def _public_state(state: Tensor, wanted: bool, state_v_first: bool) -> Optional[Tensor]:
-    if not wanted:
-        return None
-    return state.mT.contiguous() if state_v_first else state
 
 
 def _refuse_unsupported(**given) -> None:

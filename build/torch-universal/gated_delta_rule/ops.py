@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix, ops
 from ..checks import check_cu_seqlens_values
+from ..sm90 import notice_torch_path
 from . import capability, sm90_path, torch_path, validation
 
 FORWARD = "gated_delta_rule_fwd"
@@ -29,17 +30,38 @@ def gated_delta_rule_fwd(
     use_qk_l2norm: bool,
     chunk_size: int,
     save_for_backward: bool,
+    plan: str,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """o [B, T, HV, V], final state [N, HV, K, V], and residuals for the backward (empty unless asked for)."""
     _check_bounds(cu_seqlens, q)
     unsupported = capability.explain_unsupported(q, k, v, g, beta)
     if unsupported is None:
-        return sm90_path.forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm)
+        return sm90_path.forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, plan)
     _notice_on_cuda("chunk_gated_delta_rule", unsupported, q)
     with torch.autocast(q.device.type, enabled=False):
         return torch_path.forward(
             q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, save_for_backward
         )
+
+
+def forward_directly(
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
+) -> Optional[Tuple[Tensor, Optional[Tensor]]]:
+    """o and the final state in the layout asked for, by the compiled op; None for whatever it does not take.
+
+    The op above is for autograd and tracers. Where neither looks, its dispatch would cost more host time than the kernels'
+    launches. The arguments may be anything: their rules are checked after a failure, which names the one that was broken.
+    """
+    try:
+        if capability.explain_unsupported(q, k, v, g, beta) is not None:
+            return None
+        _check_bounds(cu_seqlens, q)
+        o, final_state = sm90_path.call(
+            q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
+        )
+    except Exception:  # the caller goes the checked way, where the same error is raised again if no rule explains it
+        return None
+    return o, final_state if output_final_state else None
 
 
 def gated_delta_rule_bwd(
@@ -57,9 +79,15 @@ def gated_delta_rule_bwd(
     use_qk_l2norm: bool,
     chunk_size: int,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, g, beta in their dtypes and of the initial state in the dtype of the final state."""
+    """Gradients of q, k, v, g, beta in their dtypes and of the initial state in the dtype of the final state.
+
+    The SM90 kernels give a dh0 without sequences where there is no initial state, and read no residuals.
+    """
     _check_bounds(cu_seqlens, q)
-    _notice_on_cuda("the backward of chunk_gated_delta_rule", "it has no SM90 kernel yet", q)
+    unsupported = capability.explain_unsupported_backward(q, k, v, g, beta)
+    if unsupported is None:
+        return sm90_path.backward(q, k, v, g, beta, initial_state, cu_seqlens, do, dht, scale, use_qk_l2norm)
+    _notice_on_cuda("the backward of chunk_gated_delta_rule", unsupported, q)
     validation.check_residuals(residuals, torch_path.residual_shape(q, v, cu_seqlens, chunk_size))
     with torch.autocast(q.device.type, enabled=False):
         return torch_path.backward(
@@ -74,7 +102,7 @@ def _check_bounds(cu_seqlens: Optional[Tensor], q: Tensor) -> None:
 
 def _notice_on_cuda(name: str, reason: str, q: Tensor) -> None:
     if q.is_cuda:
-        capability.notice_torch_path(name, reason)
+        notice_torch_path(name, reason)
 
 
 def _state_shape(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> list:
@@ -86,7 +114,9 @@ def _contiguous(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _forward_fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, save_for_backward):
+def _forward_fake(
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, save_for_backward, plan
+):
     dtype = torch_path.compute_dtype(q)
     keeps = save_for_backward and capability.explain_unsupported(q, k, v, g, beta) is not None
     residuals = torch_path.residual_shape(q, v, cu_seqlens, chunk_size) if keeps else [0]
@@ -95,7 +125,10 @@ def _forward_fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2n
 
 
 def _backward_fake(q, k, v, g, beta, initial_state, cu_seqlens, residuals, do, dht, scale, use_qk_l2norm, chunk_size):
-    state = q.new_empty(_state_shape(q, v, cu_seqlens), dtype=torch_path.compute_dtype(q))
+    shape = _state_shape(q, v, cu_seqlens)
+    if initial_state is None and capability.explain_unsupported_backward(q, k, v, g, beta) is None:
+        shape[0] = 0
+    state = q.new_empty(shape, dtype=torch_path.compute_dtype(q))
     return (*(_contiguous(x) for x in (q, k, v, g, beta)), state)
 
 

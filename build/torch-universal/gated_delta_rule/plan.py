@@ -4,6 +4,10 @@ from typing import Optional
 
 CHUNK_SIZES = (16, 32, 64)
 
+# How the SM90 kernels cut long sequences into segments that run side by side: chunks of 64 tokens a segment, where 0 lets
+# the library choose by lengths and head counts, and the last is longer than any sequence.
+PLANS = {"auto": 0, "invariant": 64, "off": 2**25}
+
 # Chunk-heads that the PyTorch path works on at a time. One chunk-head of 64 tokens and K = V = 128 needs about 0.9 MB of
 # float32 intermediates in the backward, so a slab stays below 0.5 GB and the working memory of a call does not grow with
 # its length. Smaller slabs are a little faster, but keep more states for the backward of many heads.

@@ -5,10 +5,11 @@ Each error is one sentence with the argument, the rule, the value and the way ou
 
 from typing import Optional
 
+import torch
 from torch import Tensor
 
-from ..checks import check_cu_seqlens, check_device, check_floating
-from .plan import CHUNK_SIZES
+from ..checks import FLOATING, check_cu_seqlens, check_device, check_floating
+from .plan import CHUNK_SIZES, PLANS
 
 
 def check_flags(**flags) -> None:
@@ -18,6 +19,12 @@ def check_flags(**flags) -> None:
             raise TypeError(
                 f"{name} is {_kind(value)}; it must be True or False: pass the arguments behind initial_state by name."
             )
+
+
+def check_plan(plan: str) -> None:
+    """Raise ValueError unless the plan is one of PLANS."""
+    if plan not in PLANS:
+        raise ValueError(f"plan is {plan!r}; it must be one of {', '.join(map(repr, PLANS))}.")
 
 
 def check_values(v: Tensor) -> None:
@@ -40,6 +47,8 @@ def check_raw_gates(g, use_gate, beta, use_beta_sigmoid) -> None:
 
 def check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first) -> None:
     """Raise ValueError or TypeError for inputs that no implementation takes."""
+    if _are_sound(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first):
+        return
     _check_tensors(q=q, k=k, v=v, g=g, beta=beta)
     _check_heads(q, k, v)
     _check_gates(v, g=g, beta=beta)
@@ -51,6 +60,107 @@ def check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size,
         check_cu_seqlens(cu_seqlens, "q", q, "[1, B * T, ...]")
     if initial_state is not None:
         _check_state("initial_state", q, v, initial_state, cu_seqlens, state_v_first)
+
+
+def are_sound_options(scale, chunk_size) -> bool:
+    """Whether they keep their rules; False for what only `check_inputs` can tell."""
+    return (scale is None or type(scale) in (float, int)) and type(chunk_size) is int and chunk_size in CHUNK_SIZES
+
+
+def _are_sound(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first) -> bool:
+    """The rules of `check_inputs` without their sentences, in one pass over the attributes, since every call pays for it.
+
+    False sends the call to the rules one by one, which find the sentence. So this may be stricter than they are, as it
+    is about the type of the numbers, and never laxer.
+    """
+    for x in (q, k, v, g, beta):
+        if not isinstance(x, Tensor):
+            return False
+    q_shape, v_shape, dtype, device = q.shape, v.shape, v.dtype, v.device
+    if len(q_shape) != 4 or len(v_shape) != 4 or k.shape != q_shape:
+        return False
+    batch, tokens, heads, dim_k = q_shape
+    v_batch, v_tokens, v_heads, dim_v = v_shape
+    gate_shape = (batch, tokens, v_heads)
+    return (
+        (v_batch == batch and v_tokens == tokens and dim_k > 0 and heads > 0 and v_heads % heads == 0)
+        and (g.shape == gate_shape and beta.shape == gate_shape)
+        and (dtype in FLOATING and q.dtype == dtype and k.dtype == dtype)
+        and (g.dtype in FLOATING and beta.dtype in FLOATING)
+        and (q.device == device and k.device == device and g.device == device and beta.device == device)
+        and are_sound_options(scale, chunk_size)
+        and (cu_seqlens is None or _are_sound_bounds(cu_seqlens, batch, device))
+        and (
+            initial_state is None
+            or _is_sound_state(
+                initial_state,
+                batch if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+                (v_heads, dim_v, dim_k) if state_v_first else (v_heads, dim_k, dim_v),
+                device,
+            )
+        )
+    )
+
+
+def _are_sound_bounds(cu_seqlens, batch: int, device) -> bool:
+    return (
+        isinstance(cu_seqlens, Tensor)
+        and cu_seqlens.dtype in (torch.int32, torch.int64)
+        and cu_seqlens.dim() == 1
+        and cu_seqlens.shape[0] > 0
+        and batch == 1
+        and cu_seqlens.device == device
+    )
+
+
+def _is_sound_state(state, sequences: int, sizes: tuple, device) -> bool:
+    return (
+        isinstance(state, Tensor)
+        and state.dtype in FLOATING
+        and state.shape == (sequences, *sizes)
+        and state.device == device
+    )
+
+
+def check_pool(q, v, states, state_indices, sequences: int, state_v_first: bool) -> None:
+    """Raise unless `states` is a pool of states and `state_indices` names one for each sequence."""
+    if states is None:
+        raise ValueError("initial_state is None with state_indices; pass the pool of states that they point into.")
+    if not isinstance(state_indices, Tensor) or state_indices.dtype not in (torch.int32, torch.int64):
+        kind = state_indices.dtype if isinstance(state_indices, Tensor) else _kind(state_indices)
+        raise TypeError(f"state_indices is {kind}; it must be an int32 or int64 tensor: pass it with .to(torch.int32).")
+    if _shape(state_indices) != [sequences]:
+        raise ValueError(
+            f"state_indices has shape {_shape(state_indices)}; it must be [N] = [{sequences}], one entry per sequence: "
+            "pass -1 for sequences to skip."
+        )
+    check_floating("initial_state", states)
+    for name, x in (("initial_state", states), ("state_indices", state_indices)):
+        check_device(name, x, "v", v)
+    sizes = [v.shape[3], q.shape[3]] if state_v_first else [q.shape[3], v.shape[3]]
+    if _shape(states)[1:] != [v.shape[2], *sizes]:
+        layout = "[slots, HV, V, K]" if state_v_first else "[slots, HV, K, V]"
+        raise ValueError(
+            f"initial_state has shape {_shape(states)}; with state_indices it must be a pool {layout}, behind the first "
+            f"axis {[v.shape[2], *sizes]}: check state_v_first."
+        )
+
+
+def check_in_place(states: Optional[Tensor]) -> None:
+    """Raise unless there are states to update in place."""
+    if states is None:
+        raise ValueError(
+            "inplace_final_state is True and initial_state is None; pass the states that are to be updated, zeros at first."
+        )
+
+
+def check_no_gradient(name: str, *tensors: Optional[Tensor]) -> None:
+    """Raise where autograd would have to follow an update in place."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise ValueError(
+            f"{name} is given and an input requires a gradient, but the states are updated in place: "
+            f"call under torch.no_grad(), or leave {name} out."
+        )
 
 
 def check_gradients(q, v, residuals, do, dht, cu_seqlens, state_v_first) -> None:

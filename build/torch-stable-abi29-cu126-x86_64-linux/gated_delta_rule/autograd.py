@@ -1,0 +1,115 @@
+"""Autograd of the forward op: what is kept for the backward, and the gradients in the order of its arguments.
+
+Also the two ops as they are, for callers that keep the residuals themselves.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..checks import can_call_directly, is_eager
+from . import ops
+
+
+def forward_directly(
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
+) -> Optional[Tuple[Tensor, Optional[Tensor]]]:
+    """What `forward` returns, by the compiled op itself, if no gradient is wanted and the op takes the arguments; else None."""
+    if not can_call_directly(q, k, v, g, beta, initial_state, cu_seqlens):
+        return None
+    return ops.forward_directly(
+        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
+    )
+
+
+def forward(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state,
+    cu_seqlens,
+    scale,
+    use_qk_l2norm,
+    chunk_size,
+    state_v_first,
+    output_final_state,
+    plan,
+):
+    """o, differentiable, and the final state in the layout of the initial one, None unless asked for.
+
+    Residuals are kept only if a gradient can be asked for.
+    """
+    inputs = (q, k, v, g, beta, state_k_first(initial_state, state_v_first))
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    options = (cu_seqlens, scale, use_qk_l2norm, chunk_size)
+    if differentiable and is_eager(*inputs, cu_seqlens):
+        o, final_state = _Forward.apply(*inputs, *options, plan)
+    else:
+        o, final_state, _ = ops.ops.gated_delta_rule_fwd(*inputs, *options, differentiable, plan)
+    return o, public_state(final_state, output_final_state, state_v_first)
+
+
+def state_k_first(state: Optional[Tensor], state_v_first: bool) -> Optional[Tensor]:
+    """A state as the ops take it, [N, HV, K, V]."""
+    return state.mT if state_v_first and state is not None else state
+
+
+def public_state(state: Tensor, wanted: bool, state_v_first: bool) -> Optional[Tensor]:
+    """A state of the ops as the caller asked for it."""
+    if not wanted:
+        return None
+    return state.mT.contiguous() if state_v_first else state
+
+
+@torch.no_grad()
+def forward_alone(*arguments, plan):
+    """o, final state and residuals, not recorded by autograd; arguments as in `forward`."""
+    call = ops.gated_delta_rule_fwd if can_call_directly(*arguments[:7]) else ops.ops.gated_delta_rule_fwd
+    return call(*arguments, True, plan)
+
+
+@torch.no_grad()
+def backward_alone(*arguments):
+    """Gradients of q, k, v, g, beta and the initial state; arguments as in the op `gated_delta_rule_bwd`."""
+    return _gradients(*arguments)
+
+
+def _gradients(*arguments):
+    """The backward op, or what it calls where not even autograd looks."""
+    call = ops.gated_delta_rule_bwd if can_call_directly(*arguments[:10]) else ops.ops.gated_delta_rule_bwd
+    return call(*arguments)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, *_ = inputs
+    ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens, output[2])
+    ctx.options = (scale, use_qk_l2norm, chunk_size)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, do: Optional[Tensor], dht: Optional[Tensor], _):
+    q, k, v, g, beta, initial_state, cu_seqlens, residuals = ctx.saved_tensors
+    *grads, dh0 = _gradients(q, k, v, g, beta, initial_state, cu_seqlens, residuals, do, dht, *ctx.options)
+    dh0 = None if initial_state is None else dh0.to(initial_state.dtype)
+    return (*grads, dh0, *[None] * 6)
+
+
+class _Forward(torch.autograd.Function):
+    """The op with its formulas where only autograd looks: its dispatch costs more host time than this."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        *inputs, plan = arguments
+        output = ops.gated_delta_rule_fwd(*inputs, True, plan)
+        _setup_context(ctx, inputs, output)
+        return output[:2]
+
+    @staticmethod
+    def backward(ctx, do, dht):
+        return _backward(ctx, do, dht, None)[:-1]
+
+
+ops.define(_setup_context, _backward)

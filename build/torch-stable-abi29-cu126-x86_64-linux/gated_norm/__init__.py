@@ -1,0 +1,3 @@
+from .api import rms_norm_gated
+
+__all__ = ["rms_norm_gated"]

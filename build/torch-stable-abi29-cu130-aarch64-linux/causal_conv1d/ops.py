@@ -1,0 +1,121 @@
+"""The torch.library ops of the convolution: opaque to torch.compile, with shapes for tracing. For SM90 alone; elsewhere
+PyTorch's own operations make up the convolution (torch_path.py), and PyTorch differentiates them.
+
+Defined once per process even if two copies of this build are loaded, as those of the recurrence are.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .._ops import add_op_namespace_prefix, ops
+from ..checks import can_call_directly
+from . import sm90_path
+
+FORWARD = "causal_conv1d_fwd"
+BACKWARD = "causal_conv1d_bwd"
+UPDATE = "causal_conv1d_update"
+
+
+def causal_conv1d_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    sequence: Optional[Tensor],
+    initial_states: Optional[Tensor],
+    silu: bool,
+    output_final_states: bool,
+) -> Tuple[Tensor, Tensor]:
+    """y [B, T, D] of x [B, D, T], and the final states [B, D, W - 1], or no rows of them if not asked for.
+
+    `sequence` is int32 [B, T]; initial states have the dtype of x and exactly W - 1 tokens.
+    """
+    return sm90_path.forward(x, weight, bias, sequence, initial_states, silu, output_final_states)
+
+
+def causal_conv1d_bwd(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    sequence: Optional[Tensor],
+    initial_states: Optional[Tensor],
+    dfinal_states: Optional[Tensor],
+    silu: bool,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx [B, T, D], dweight, dbias and the gradient of the initial states in the dtypes of their inputs; empty for None."""
+    return sm90_path.backward(x, dy, weight, bias, sequence, initial_states, dfinal_states, silu)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    conv_state_indices: Optional[Tensor],
+    silu: bool,
+) -> Tensor:
+    """y [B, T, D] of x [B, D, T]; moves the states on in place."""
+    return sm90_path.update(x, conv_state, weight, bias, conv_state_indices, silu)
+
+
+def forward(x, weight, bias, sequence, initial_states, silu, output_final_states) -> Tuple[Tensor, Tensor]:
+    """The forward op, or what it calls where nobody differentiates or watches: its dispatch costs more than the kernel."""
+    arguments = (x, weight, bias, sequence, initial_states)
+    call = sm90_path.forward if can_call_directly(*arguments) else ops.causal_conv1d_fwd
+    return call(*arguments, silu, output_final_states)
+
+
+def update(x, conv_state, weight, bias, conv_state_indices, silu) -> Tensor:
+    """The update op, or what it calls where nobody watches."""
+    arguments = (x, conv_state, weight, bias, conv_state_indices)
+    call = sm90_path.update if can_call_directly(*arguments) else ops.causal_conv1d_update
+    return call(*arguments, silu)
+
+
+def _token_major(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1])
+
+
+def _states(x: Tensor, weight: Tensor, wanted: bool) -> Tensor:
+    return x.new_empty(x.shape[0] if wanted else 0, x.shape[1], weight.shape[1] - 1)
+
+
+def _forward_fake(x, weight, bias, sequence, initial_states, silu, output_final_states):
+    return _token_major(x), _states(x, weight, output_final_states)
+
+
+def _backward_fake(x, dy, weight, bias, sequence, initial_states, dfinal_states, silu):
+    dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return _token_major(x), weight.new_empty(weight.shape), dbias, _states(x, weight, initial_states is not None)
+
+
+def _update_fake(x, conv_state, weight, bias, conv_state_indices, silu):
+    return _token_major(x)
+
+
+def _refuse_double_backward(ctx, *grads):
+    raise RuntimeError(
+        "causal_conv1d_fn has no second derivative on the SM90 kernels; take it once, or pass float32 tensors, "
+        "which PyTorch convolves and differentiates."
+    )
+
+
+def define(setup_context, backward) -> bool:
+    """Define the ops with shapes and autograd unless another copy of this build has; True if they were new."""
+    if hasattr(ops, FORWARD):
+        return False
+    _define(FORWARD, causal_conv1d_fwd, _forward_fake)
+    _define(BACKWARD, causal_conv1d_bwd, _backward_fake)
+    _define(UPDATE, causal_conv1d_update, _update_fake, mutates_args=("conv_state",))
+    torch.library.register_autograd(add_op_namespace_prefix(FORWARD), backward, setup_context=setup_context)
+    torch.library.register_autograd(add_op_namespace_prefix(BACKWARD), _refuse_double_backward)
+    return True
+
+
+def _define(name: str, function, fake, mutates_args=()) -> None:
+    schema = torch.library.infer_schema(function, mutates_args=mutates_args)
+    torch.library.define(add_op_namespace_prefix(name), schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(add_op_namespace_prefix(name), "default", function)
+    torch.library.register_fake(add_op_namespace_prefix(name), fake)

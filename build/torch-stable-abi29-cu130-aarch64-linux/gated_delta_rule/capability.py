@@ -1,0 +1,39 @@
+"""Which inputs the SM90 kernels take, and a sentence for those they do not."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ..sm90 import explain_device
+
+SM90_FORWARD = "sm90_gated_delta_rule_fwd"
+SM90_HEAD_DIM = 128
+SM90_DTYPES = (torch.bfloat16, torch.float16)
+SM90_BACKWARD_DTYPES = (torch.bfloat16,)
+
+
+def explain_unsupported(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Optional[str]:
+    """Say why a forward with these tensors is served by the PyTorch path; None if an SM90 kernel serves it.
+
+    Usable before the call, and on a machine without a GPU. Tensors as in `chunk_gated_delta_rule`.
+    """
+    reason = explain_device(q.device, SM90_FORWARD)
+    if reason is not None:
+        return reason
+    if q.dtype not in SM90_DTYPES:
+        return f"q has dtype {q.dtype}, and the SM90 kernels take bfloat16 and float16"
+    for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
+        if size != SM90_HEAD_DIM:
+            return f"{name} is {size}, and the SM90 kernels take head size {SM90_HEAD_DIM}"
+    if v.shape[2] == 0:
+        return "there are no value heads, and the SM90 kernels take at least one"
+    return None
+
+
+def explain_unsupported_backward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Optional[str]:
+    """The same of a backward."""
+    reason = explain_unsupported(q, k, v, g, beta)
+    if reason is None and q.dtype not in SM90_BACKWARD_DTYPES:
+        return f"q has dtype {q.dtype}, and the SM90 backward takes bfloat16"
+    return reason

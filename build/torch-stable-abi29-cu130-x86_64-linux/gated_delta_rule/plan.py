@@ -1,0 +1,44 @@
+"""How a call is cut into chunks and slabs: policy as pure functions of shapes."""
+
+from typing import Optional
+
+CHUNK_SIZES = (16, 32, 64)
+
+# How the SM90 kernels cut long sequences into segments that run side by side: chunks of 64 tokens a segment, where 0 lets
+# the library choose by lengths and head counts, and the last is longer than any sequence.
+PLANS = {"auto": 0, "invariant": 64, "off": 2**25}
+
+# Chunk-heads that the PyTorch path works on at a time. One chunk-head of 64 tokens and K = V = 128 needs about 0.9 MB of
+# float32 intermediates in the backward, so a slab stays below 0.5 GB and the working memory of a call does not grow with
+# its length. Smaller slabs are a little faster, but keep more states for the backward of many heads.
+SLAB_CHUNK_HEADS = 512
+
+
+def chunk_length(num_tokens: int, chunk_size: int) -> int:
+    """Rows of one chunk: short calls (decode, a few draft tokens) use chunks not much longer than themselves."""
+    for length in (1, 4, *CHUNK_SIZES):
+        if num_tokens <= length < chunk_size:
+            return length
+    return chunk_size
+
+
+def num_chunks(num_tokens: int, num_sequences: Optional[int], length: int) -> int:
+    """Chunks of a dense row (`num_sequences` None), or an upper bound for a packed row that needs no look at the lengths.
+
+    A sequence of n > 0 tokens has floor((n - 1) / length) + 1 chunks, and the floors of the parts sum to no more than the
+    floor of the whole: at most tokens // length + sequences. An empty row has none, so that no chunk has to read it.
+    """
+    if num_sequences is None:
+        return (num_tokens + length - 1) // length
+    return num_tokens // length + num_sequences if num_tokens else 0
+
+
+def slab_chunks(num_lane_heads: int) -> int:
+    """Chunks per lane that one slab holds, at least one."""
+    return 1 + SLAB_CHUNK_HEADS // (num_lane_heads + 1)
+
+
+def num_slabs(chunks: int, num_lane_heads: int) -> int:
+    """Slabs that cover the chunks of a lane."""
+    per_slab = slab_chunks(num_lane_heads)
+    return (chunks + per_slab - 1) // per_slab
