@@ -419,6 +419,7 @@ def fail_every_allocation_once(call: Call):
             messages.append(str(error).splitlines()[0])
         else:
             break
+    torch_fake().fake_fail_allocation(-1)  # the process serves other tests
     return messages, torch_fake().fake_open_guards(), torch_fake().fake_live_allocations()
 
 

@@ -298,7 +298,7 @@ def fail_every_allocation_once():
             names.append(str(error).split()[4])
         else:
             break
-    torch_fake().fake_fail_allocation(1000)
+    torch_fake().fake_fail_allocation(-1)  # the process serves other tests
     return names, torch_fake().fake_open_guards(), torch_fake().fake_live_allocations()
 
 
