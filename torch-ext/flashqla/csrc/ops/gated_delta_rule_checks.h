@@ -43,9 +43,17 @@ inline void check_token_rows(const TensorView& tensor, const TensorView& q) {
       static_cast<long long>(tensor.stride[2]), static_cast<long long>(tensor.stride[3]), tensor.name);
 }
 
+inline void check_floating(const TensorView& tensor) {
+  const int32_t dtype = tensor.dtype;
+  FLASHQLA_CHECK(dtype == aoti_torch_dtype_float32() || dtype == aoti_torch_dtype_bfloat16() ||
+                     dtype == aoti_torch_dtype_float16() || dtype == aoti_torch_dtype_float64(),
+                 "%s must be bfloat16, float16, float32 or float64; pass %s.float().", tensor.name, tensor.name);
+}
+
 // g and beta: [B, T, HV] of any floating dtype and layout.
 inline void check_gates(const TensorView& tensor, const TensorView& v) {
   check_same_device(tensor, v);
+  check_floating(tensor);
   FLASHQLA_CHECK(tensor.rank == 3, "%s has %d dimensions and must have 3, [B, T, HV].", tensor.name, tensor.rank);
   for (int axis = 0; axis < 3; axis++) check_size(tensor, axis, v.size[axis], "v");
 }
@@ -53,6 +61,7 @@ inline void check_gates(const TensorView& tensor, const TensorView& v) {
 // States and their gradients: [N, HV, 128, 128] of any floating dtype and layout.
 inline void check_states(const TensorView& tensor, const TensorView& q, int64_t sequences, int64_t v_heads) {
   check_same_device(tensor, q);
+  check_floating(tensor);
   FLASHQLA_CHECK(tensor.rank == 4, "%s has %d dimensions and must have 4, [N, HV, 128, 128].", tensor.name,
                  tensor.rank);
   const int64_t expected[] = {sequences, v_heads, STATE_DIM, STATE_DIM};

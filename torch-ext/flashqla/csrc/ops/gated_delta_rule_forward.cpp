@@ -4,15 +4,14 @@
 #include "../generated/launchers.h"
 #include "../runtime/registration.h"
 #include "../runtime/tensor.h"
+#include "gated_delta_rule_checks.h"
 #include "segment_plan.h"
 
 namespace flashqla {
 namespace {
 
-constexpr int64_t HEAD_DIM = 128;  // K = V
 constexpr int64_t CHUNK = 64;
 constexpr int32_t NO_DENSE_LENGTH = -1;
-constexpr int64_t ROW_ALIGNMENT = 8;  // elements of 16 bits that make TMA's 16 bytes
 
 struct Sizes {
   int64_t tokens;     // T, over the whole batch
@@ -53,69 +52,19 @@ struct Arguments {
   }
 };
 
-void check_same_size(const TensorView& tensor, int axis, int64_t expected, const char* like) {
-  FLASHQLA_CHECK(tensor.size[axis] == expected, "%s.shape[%d] is %lld and %s gives %lld; pass tensors of one batch.",
-                 tensor.name, axis, static_cast<long long>(tensor.size[axis]), like, static_cast<long long>(expected));
-}
-
-void check_device(const TensorView& tensor, const TensorView& q) {
-  FLASHQLA_CHECK(tensor.device == q.device, "%s is on device %d and q is on device %d; move it there.", tensor.name,
-                 tensor.device, q.device);
-}
-
-// q, k and v: [B, T, heads, 128] with contiguous rows, aligned for TMA, the batch one run of tokens.
-void check_rows(const TensorView& tensor, const TensorView& q) {
-  check_device(tensor, q);
-  FLASHQLA_CHECK(tensor.rank == 4, "%s has %d dimensions and must have 4, [B, T, heads, 128].", tensor.name,
-                 tensor.rank);
-  FLASHQLA_CHECK(tensor.dtype == q.dtype, "%s and q have different dtypes; convert %s to that of q.", tensor.name,
-                 tensor.name);
-  FLASHQLA_CHECK(tensor.size[3] == HEAD_DIM,
-                 "%s has head dim %lld and the SM90 kernels take 128; use the PyTorch path for other sizes.",
-                 tensor.name, static_cast<long long>(tensor.size[3]));
-  check_same_size(tensor, 0, q.size[0], "q");
-  check_same_size(tensor, 1, q.size[1], "q");
-  if (tensor.element_count() == 0) return;
-  const bool rows_are_contiguous = tensor.stride[3] == 1;
-  const bool is_aligned = (tensor.size[2] == 1 || tensor.stride[2] % ROW_ALIGNMENT == 0) &&
-                          (tensor.size[0] * tensor.size[1] == 1 || tensor.stride[1] % ROW_ALIGNMENT == 0);
-  const bool is_one_run = tensor.size[0] == 1 || tensor.stride[0] == tensor.size[1] * tensor.stride[1];
-  FLASHQLA_CHECK(
-      rows_are_contiguous && is_aligned && is_one_run,
-      "%s has strides (%lld, %lld, %lld, %lld) and the SM90 kernels need the last to be 1, the others multiples "
-      "of 8, and the first T times the second; pass %s.contiguous().",
-      tensor.name, static_cast<long long>(tensor.stride[0]), static_cast<long long>(tensor.stride[1]),
-      static_cast<long long>(tensor.stride[2]), static_cast<long long>(tensor.stride[3]), tensor.name);
-}
-
-void check_floating(const TensorView& tensor) {
-  const int32_t dtype = tensor.dtype;
-  FLASHQLA_CHECK(dtype == aoti_torch_dtype_float32() || dtype == aoti_torch_dtype_bfloat16() ||
-                     dtype == aoti_torch_dtype_float16() || dtype == aoti_torch_dtype_float64(),
-                 "%s must be bfloat16, float16, float32 or float64; pass %s.float().", tensor.name, tensor.name);
-}
-
-// g and beta: [B, T, HV] of any floating dtype and layout.
-void check_gate(const TensorView& tensor, const TensorView& v) {
-  check_device(tensor, v);
-  check_floating(tensor);
-  FLASHQLA_CHECK(tensor.rank == 3, "%s has %d dimensions and must have 3, [B, T, HV].", tensor.name, tensor.rank);
-  for (int axis = 0; axis < 3; axis++) check_same_size(tensor, axis, v.size[axis], "v");
-}
-
 void check_arguments(const Arguments& arguments) {
   const TensorView &q = arguments.q.view(), &k = arguments.k.view(), &v = arguments.v.view();
   FLASHQLA_CHECK(q.dtype == aoti_torch_dtype_bfloat16() || q.dtype == aoti_torch_dtype_float16(),
                  "q is neither bfloat16 nor float16, which the SM90 kernels take; convert q, k and v.");
-  check_rows(q, q);
-  check_rows(k, q);
-  check_rows(v, q);
-  check_same_size(k, 2, q.size[2], "q");
+  check_token_rows(q, q);
+  check_token_rows(k, q);
+  check_token_rows(v, q);
+  check_size(k, 2, q.size[2], "q");
   FLASHQLA_CHECK(q.size[2] > 0 && v.size[2] > 0 && v.size[2] % q.size[2] == 0,
                  "v has %lld heads and q has %lld; the value heads must be a positive multiple of the key heads.",
                  static_cast<long long>(v.size[2]), static_cast<long long>(q.size[2]));
-  check_gate(arguments.g.view(), v);
-  check_gate(arguments.beta.view(), v);
+  check_gates(arguments.g.view(), v);
+  check_gates(arguments.beta.view(), v);
   FLASHQLA_CHECK(arguments.segment_chunks >= 0,
                  "segment_chunks is %lld and must be positive, or 0 for a length chosen here.",
                  static_cast<long long>(arguments.segment_chunks));
@@ -127,15 +76,7 @@ Sizes read_sizes(const Arguments& arguments) {
   require_int32(sizes.tokens, "the SM90 forward", "the number of tokens");
   if (arguments.cu_seqlens.has_value()) {
     const TensorView& offsets = arguments.cu_seqlens.view();
-    check_device(offsets, q);
-    FLASHQLA_CHECK(offsets.dtype == aoti_torch_dtype_int32() || offsets.dtype == aoti_torch_dtype_int64(),
-                   "cu_seqlens must be int32 or int64; convert it.");
-    FLASHQLA_CHECK(offsets.rank == 1 && offsets.size[0] >= 1,
-                   "cu_seqlens must be one-dimensional with N + 1 entries, the first 0; see the documentation.");
-    require_stride(offsets, "the SM90 forward", 0, 1);
-    FLASHQLA_CHECK(q.size[0] == 1,
-                   "q has batch size %lld and cu_seqlens packs all sequences into one; flatten to [1, T, ...].",
-                   static_cast<long long>(q.size[0]));
+    check_offsets(offsets, q, "the SM90 forward");
     sizes.sequences = offsets.size[0] - 1;
   } else {
     sizes.dense_length = static_cast<int32_t>(q.size[1]);
@@ -149,32 +90,13 @@ Sizes read_sizes(const Arguments& arguments) {
                 "the number of segments times value heads");
   if (arguments.initial_state.has_value()) {
     const TensorView& state = arguments.initial_state.view();
-    check_device(state, q);
+    check_same_device(state, q);
     check_floating(state);
     FLASHQLA_CHECK(state.rank == 4, "initial_state has %d dimensions and must have 4, [N, HV, 128, 128].", state.rank);
-    const int64_t expected[] = {sizes.sequences, sizes.v_heads, HEAD_DIM, HEAD_DIM};
+    const int64_t expected[] = {sizes.sequences, sizes.v_heads, STATE_DIM, STATE_DIM};
     for (int axis = 0; axis < 4; axis++) require_size(state, "the SM90 forward", axis, expected[axis]);
   }
   return sizes;
-}
-
-// [B, T, heads, 128] -> [B * T, heads, 128].
-TensorView as_tokens(const TensorView& tensor, int64_t tokens) {
-  TensorView view = tensor;
-  view.rank = 3;
-  view.size[0] = tokens;
-  for (int axis = 1; axis < 3; axis++) view.size[axis] = tensor.size[axis + 1];
-  for (int axis = 0; axis < 3; axis++) view.stride[axis] = tensor.stride[axis + 1];
-  return view;
-}
-
-// The argument itself when it is contiguous float32, else a copy that is.
-TensorView as_float32(const ArgumentTensor& argument, NewTensor& copy) {
-  const TensorView& view = argument.view();
-  if (view.dtype == aoti_torch_dtype_float32() && view.is_contiguous()) return view;
-  copy.allocate_like(view, aoti_torch_dtype_float32());
-  copy.copy_from(argument.handle());
-  return copy.view();
 }
 
 class Forward {
@@ -201,8 +123,8 @@ class Forward {
   void allocate_results() {
     const TensorView& v = arguments_.v.view();
     const int64_t states = arguments_.output_final_state ? sizes_.sequences : 0;
-    o_.allocate("o", {v.size[0], v.size[1], v.size[2], HEAD_DIM}, v.dtype, scope_.index());
-    final_state_.allocate("final_state", {states, sizes_.v_heads, HEAD_DIM, HEAD_DIM}, aoti_torch_dtype_float32(),
+    o_.allocate("o", {v.size[0], v.size[1], v.size[2], STATE_DIM}, v.dtype, scope_.index());
+    final_state_.allocate("final_state", {states, sizes_.v_heads, STATE_DIM, STATE_DIM}, aoti_torch_dtype_float32(),
                           scope_.index());
     operand_.allocate("A", {sizes_.slots, sizes_.v_heads, CHUNK, CHUNK}, v.dtype, scope_.index());
   }
@@ -228,16 +150,16 @@ class Forward {
     workspace.add(between.decay, "decay", {sizes_.slots, sizes_.v_heads, CHUNK}, float32, device);
     workspace.add(between.key_norm, "key_norm", {sizes_.slots, sizes_.heads, CHUNK}, float32, device);
     workspace.add(between.bound, "bound", {sizes_.slots, sizes_.v_heads}, float32, device);
-    workspace.add(between.states, "states", {rows, HEAD_DIM * HEAD_DIM}, float32, device);
-    workspace.add(between.transitions, "transitions", {rows, 2 * HEAD_DIM, HEAD_DIM}, o_.view().dtype, device);
-    workspace.add(between.reach, "reach", {rows, HEAD_DIM}, float32, device);
+    workspace.add(between.states, "states", {rows, STATE_DIM * STATE_DIM}, float32, device);
+    workspace.add(between.transitions, "transitions", {rows, 2 * STATE_DIM, STATE_DIM}, o_.view().dtype, device);
+    workspace.add(between.reach, "reach", {rows, STATE_DIM}, float32, device);
     workspace.add(between.ready, "ready", {rows, 2}, int32, device);
     workspace.allocate();
-    launch_factor_kernel(as_gate(as_float32(arguments_.g, g_copy)), as_gate(as_float32(arguments_.beta, beta_copy)),
-                         between);
+    launch_factor_kernel(as_gate(as_contiguous_float32(arguments_.g, g_copy)),
+                         as_gate(as_contiguous_float32(arguments_.beta, beta_copy)), between);
     void* const unused = between.decay.data;  // any valid address: the kernel neither reads nor writes it
     const bool has_initial = arguments_.initial_state.has_value();
-    void* const initial = has_initial ? as_float32(arguments_.initial_state, initial_copy).data : unused;
+    void* const initial = has_initial ? as_contiguous_float32(arguments_.initial_state, initial_copy).data : unused;
     void* const final_state = arguments_.output_final_state ? final_state_.view().data : unused;
     const int64_t outputs = sizes_.segments.slots * sizes_.v_heads, states = 2 * rows;  // blocks
     if (sizes_.segments.apart) {
@@ -256,9 +178,9 @@ class Forward {
   void launch_factor_kernel(const TensorView& g, const TensorView& beta, const Intermediates& between) {
     const TensorView o_words =
         contiguous_view("o", o_.view().data, aoti_torch_dtype_int32(), scope_.index(),
-                        {sizes_.tokens, sizes_.v_heads * HEAD_DIM / 2});
+                        {sizes_.tokens, sizes_.v_heads * STATE_DIM / 2});
     const auto launch = is_bfloat16() ? launch_factor_bf16 : launch_factor_fp16;
-    launch(scope_, as_tokens(arguments_.k.view(), sizes_.tokens), g, beta, offset_words(), operand_.view(),
+    launch(scope_, as_token_rows(arguments_.k.view()), g, beta, offset_words(), operand_.view(),
            between.decay, between.key_norm, between.bound, between.ready, o_words, arguments_.use_l2norm,
            words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
   }
@@ -268,10 +190,10 @@ class Forward {
                                 int64_t blocks) {
     const SegmentPlan& segments = sizes_.segments;
     const auto launch = is_bfloat16() ? launch_recurrence_bf16 : launch_recurrence_fp16;
-    launch(scope_, as_tokens(arguments_.q.view(), sizes_.tokens), as_tokens(arguments_.k.view(), sizes_.tokens),
-           as_tokens(arguments_.v.view(), sizes_.tokens), operand_.view(), between.decay, between.key_norm,
+    launch(scope_, as_token_rows(arguments_.q.view()), as_token_rows(arguments_.k.view()),
+           as_token_rows(arguments_.v.view()), operand_.view(), between.decay, between.key_norm,
            between.bound, offset_words(), as_states("initial_state", initial), between.states, between.transitions,
-           between.ready, between.reach, as_tokens(o_.view(), sizes_.tokens), as_states("final_state", final_state),
+           between.ready, between.reach, as_token_rows(o_.view()), as_states("final_state", final_state),
            static_cast<float>(arguments_.scale), arguments_.use_l2norm, arguments_.initial_state.has_value(),
            arguments_.output_final_state, arguments_.state_v_first, words_per_entry(), sizes_.dense_length,
            static_cast<int32_t>(sizes_.sequences), static_cast<int32_t>(segments.slots),
@@ -296,7 +218,7 @@ class Forward {
   // N * HV matrices of K * V numbers in one row each, in either layout.
   TensorView as_states(const char* name, void* data) const {
     return contiguous_view(name, data, aoti_torch_dtype_float32(), scope_.index(),
-                           {sizes_.sequences * sizes_.v_heads, HEAD_DIM * HEAD_DIM});
+                           {sizes_.sequences * sizes_.v_heads, STATE_DIM * STATE_DIM});
   }
 
   // [B, T, HV] -> [B * T, HV], contiguous.
