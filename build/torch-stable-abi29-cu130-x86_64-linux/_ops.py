@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_d4d8bf6d45f2"
+NAMESPACE = "_flashqla_ef24863c0e77"
 ops = getattr(torch.ops, NAMESPACE)
 
 

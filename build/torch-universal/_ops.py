@@ -2,7 +2,7 @@
 
 import torch
 
-NAMESPACE = "_flashqla_f4aaa6b09528"
+NAMESPACE = "_flashqla_5c0531a9a9f4"
 ops = getattr(torch.ops, NAMESPACE)
 
 

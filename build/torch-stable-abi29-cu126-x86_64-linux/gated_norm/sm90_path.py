@@ -5,34 +5,28 @@ from typing import Tuple
 from torch import Tensor
 
 from .._ops import ops
+from ..library import BASE_ALIGNMENT, aligned
 
 ROW_ALIGNMENT = 8  # elements of 16 bits in the 16 bytes of a load
-BASE_ALIGNMENT = 16  # bytes
 
 
 def forward(x: Tensor, g: Tensor, weight: Tensor, eps: float, is_silu: bool) -> Tensor:
     """y, contiguous, in the shape of x."""
-    return ops.sm90_rms_norm_gated_fwd(_loadable(x), _loadable(g), _aligned(weight), eps, is_silu)
+    return ops.sm90_rms_norm_gated_fwd(_loadable(x), _loadable(g), aligned(weight), eps, is_silu)
 
 
 def backward(
     dy: Tensor, x: Tensor, g: Tensor, weight: Tensor, eps: float, is_silu: bool
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, g and the weight in their dtypes, contiguous."""
-    return ops.sm90_rms_norm_gated_bwd(_loadable(dy), _loadable(x), _loadable(g), _aligned(weight), eps, is_silu)
+    return ops.sm90_rms_norm_gated_bwd(_loadable(dy), _loadable(x), _loadable(g), aligned(weight), eps, is_silu)
 
 
 def _loadable(x: Tensor) -> Tensor:
     """x [..., heads, D] itself if its rows lie at 16-byte addresses and the axes before `heads` are one run; else a copy."""
     if x.data_ptr() % BASE_ALIGNMENT == 0 and (x.is_contiguous() or _is_run_of_rows(x)):
         return x
-    return _aligned(x)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """x itself if it is contiguous at a 16-byte address, as a part of a flat buffer may not be; else a copy that is."""
-    copy = x.contiguous()
-    return copy.clone() if copy.data_ptr() % BASE_ALIGNMENT else copy
+    return aligned(x)
 
 
 def _is_run_of_rows(x: Tensor) -> bool:

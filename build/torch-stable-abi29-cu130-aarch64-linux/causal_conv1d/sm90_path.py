@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .._ops import ops
+from ..library import BASE_ALIGNMENT, aligned
 
-ALIGNMENT = 16  # bytes
 VECTOR = 8  # channels that lie side by side
 
 
@@ -31,8 +31,8 @@ def forward(
         turned if normed_channels == 0 and _has_token_runs(x) else _rows(turned),
         weight,
         bias,
-        _flat(sequence),
-        _flat(initial_states),
+        aligned(sequence),
+        aligned(initial_states),
         silu,
         output_final_states,
         normed_channels,
@@ -56,9 +56,9 @@ def backward(
         _rows(dy),
         narrow,
         narrow_bias,
-        _flat(sequence),
-        _flat(initial_states),
-        _flat(dfinal_states),
+        aligned(sequence),
+        aligned(initial_states),
+        aligned(dfinal_states),
         silu,
     )
     return dx, dweight.to(weight.dtype), dbias if bias is None else dbias.to(bias.dtype), dinitial
@@ -74,7 +74,7 @@ def update(
 ) -> Tensor:
     """y [B, T, D] of x [B, D, T]; moves the states on in place."""
     weight, bias = _weights(x, weight, bias)
-    y = ops.sm90_causal_conv1d_update(x, conv_state, weight, bias, _flat(conv_state_indices), silu)
+    y = ops.sm90_causal_conv1d_update(x, conv_state, weight, bias, aligned(conv_state_indices), silu)
     torch.autograd.graph.increment_version(conv_state)
     return y
 
@@ -83,15 +83,7 @@ def _weights(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tuple[Tensor,
     """Both in the dtype of x, or both in float32, which loses nothing of either."""
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         weight, bias = weight.float(), None if bias is None else bias.float()
-    return _flat(weight), _flat(bias)
-
-
-def _flat(x: Optional[Tensor]) -> Optional[Tensor]:
-    """x itself if it is contiguous at an aligned address, else a copy that is."""
-    if x is None:
-        return None
-    copy = x.contiguous()
-    return copy.clone() if copy.data_ptr() % ALIGNMENT else copy
+    return aligned(weight), aligned(bias)
 
 
 def _has_token_runs(x: Tensor) -> bool:
@@ -108,11 +100,10 @@ def _rows(x: Tensor) -> Tensor:
         (stride == 1 or channels == 1)
         and (tokens <= 1 or (token_stride > 0 and token_stride % VECTOR == 0))
         and (batch <= 1 or (batch_stride > 0 and batch_stride % VECTOR == 0))
-        and x.data_ptr() % ALIGNMENT == 0
+        and x.data_ptr() % BASE_ALIGNMENT == 0
     ):
         return x if tokens > 1 and batch > 1 else x.as_strided(x.shape, _strides(x))
-    copy = x.contiguous(memory_format=torch.contiguous_format)
-    copy = copy.clone() if copy.data_ptr() % ALIGNMENT else copy
+    copy = aligned(x)
     return copy.as_strided(copy.shape, (tokens * channels, channels, 1))  # whatever strides a size of 1 has been given
 
 

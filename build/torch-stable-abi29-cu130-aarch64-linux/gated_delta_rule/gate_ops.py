@@ -10,8 +10,9 @@ from typing import Iterator, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix, ops
+from .._ops import ops
 from ..checks import can_call_directly
+from ..library import define_op
 from ..sm90 import explain_device, notice_torch_path
 from . import gates
 
@@ -142,17 +143,9 @@ def define() -> bool:
     """Define both ops with shapes and autograd unless another copy of this build has; True if they were new."""
     if hasattr(ops, FORWARD):
         return False
-    _define(FORWARD, gated_delta_gates_fwd, _forward_fake, _backward, _setup_context)
-    _define(BACKWARD, gated_delta_gates_bwd, _backward_fake, _refuse_double_backward, None)
+    define_op(FORWARD, gated_delta_gates_fwd, _forward_fake, backward=_backward, setup_context=_setup_context)
+    define_op(BACKWARD, gated_delta_gates_bwd, _backward_fake, backward=_refuse_double_backward)
     return True
-
-
-def _define(name: str, function, fake, backward, setup_context) -> None:
-    schema = torch.library.infer_schema(function, mutates_args=())
-    torch.library.define(add_op_namespace_prefix(name), schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(add_op_namespace_prefix(name), "default", function)
-    torch.library.register_fake(add_op_namespace_prefix(name), fake)
-    torch.library.register_autograd(add_op_namespace_prefix(name), backward, setup_context=setup_context)
 
 
 define()

@@ -9,8 +9,9 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix, ops
+from .._ops import ops
 from ..checks import check_cu_seqlens_values
+from ..library import define_op
 from ..sm90 import notice_torch_path
 from . import capability, sm90_path, torch_path, validation
 
@@ -140,20 +141,9 @@ def _refuse_double_backward(ctx, *grads):
 
 
 def define(setup_context, backward) -> bool:
-    """Define both ops with shapes and autograd unless another copy of this build has; True if they were new.
-
-    Not through `torch.library.custom_op`: its wrapper imports torch._dynamo at the first call, which takes seconds.
-    """
+    """Define both ops with shapes and autograd unless another copy of this build has; True if they were new."""
     if hasattr(ops, FORWARD):
         return False
-    _define(FORWARD, gated_delta_rule_fwd, _forward_fake, backward, setup_context)
-    _define(BACKWARD, gated_delta_rule_bwd, _backward_fake, _refuse_double_backward, None)
+    define_op(FORWARD, gated_delta_rule_fwd, _forward_fake, backward=backward, setup_context=setup_context)
+    define_op(BACKWARD, gated_delta_rule_bwd, _backward_fake, backward=_refuse_double_backward)
     return True
-
-
-def _define(name: str, function, fake, backward, setup_context) -> None:
-    schema = torch.library.infer_schema(function, mutates_args=())
-    torch.library.define(add_op_namespace_prefix(name), schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(add_op_namespace_prefix(name), "default", function)
-    torch.library.register_fake(add_op_namespace_prefix(name), fake)
-    torch.library.register_autograd(add_op_namespace_prefix(name), backward, setup_context=setup_context)

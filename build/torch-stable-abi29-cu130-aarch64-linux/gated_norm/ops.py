@@ -6,11 +6,11 @@ process even if two copies of this build are loaded, as those of the recurrence 
 
 from typing import Tuple
 
-import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix, ops
+from .._ops import ops
 from ..checks import can_call_directly
+from ..library import define_op
 from . import sm90_path
 
 FORWARD = "rms_norm_gated_fwd"
@@ -58,14 +58,6 @@ def define(setup_context, backward) -> bool:
     """Define both ops with shapes and autograd unless another copy of this build has; True if they were new."""
     if hasattr(ops, FORWARD):
         return False
-    _define(FORWARD, rms_norm_gated_fwd, _forward_fake, backward, setup_context)
-    _define(BACKWARD, rms_norm_gated_bwd, _backward_fake, _refuse_double_backward, None)
+    define_op(FORWARD, rms_norm_gated_fwd, _forward_fake, backward=backward, setup_context=setup_context)
+    define_op(BACKWARD, rms_norm_gated_bwd, _backward_fake, backward=_refuse_double_backward)
     return True
-
-
-def _define(name: str, function, fake, backward, setup_context) -> None:
-    schema = torch.library.infer_schema(function, mutates_args=())
-    torch.library.define(add_op_namespace_prefix(name), schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(add_op_namespace_prefix(name), "default", function)
-    torch.library.register_fake(add_op_namespace_prefix(name), fake)
-    torch.library.register_autograd(add_op_namespace_prefix(name), backward, setup_context=setup_context)

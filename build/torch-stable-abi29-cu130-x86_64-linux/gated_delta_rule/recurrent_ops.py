@@ -9,8 +9,9 @@ from typing import Iterator, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix, ops
+from .._ops import ops
 from ..checks import can_call_directly, check_cu_seqlens_values
+from ..library import BASE_ALIGNMENT, aligned, define_op
 from ..sm90 import explain_device
 
 FORWARD = "fused_recurrent_fwd"
@@ -19,7 +20,6 @@ SM90_FORWARD = "sm90_fused_recurrent_fwd"
 SM90_HEAD_DIM = 128
 SM90_DTYPES = (torch.bfloat16, torch.float16)
 ROW_ALIGNMENT = 8  # elements of 16 bits in the 16 bytes of a load
-BASE_ALIGNMENT = 16  # bytes
 SM90_STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 # Tokens of a sequence up to which one launch, token by token, beats the chunk form's launches
@@ -93,7 +93,7 @@ def fused_recurrent_fwd(
     """
     tensors = _token_inputs(q, k, v, g, beta, A_log, dt_bias)
     options = (scale, strength, use_qk_l2norm, state_v_first, output_final_state)
-    states = None if initial_state is None else _aligned(initial_state)
+    states = aligned(initial_state)
     return ops.sm90_fused_recurrent_fwd(*tensors, states, _contiguous(cu_seqlens, q.shape[1]), *options)
 
 
@@ -117,7 +117,7 @@ def fused_recurrent_update(
     tensors = _token_inputs(q, k, v, g, beta, A_log, dt_bias)
     bounds, options = _contiguous(cu_seqlens, q.shape[1]), (scale, strength, use_qk_l2norm, state_v_first)
     indices = None if state_indices is None else state_indices.contiguous()
-    pool = _aligned(states)
+    pool = aligned(states)
     o = ops.sm90_fused_recurrent_update(*tensors, pool, indices, bounds, *options)
     if pool is not states:
         states.copy_(pool)
@@ -154,13 +154,7 @@ def _rows(x: Tensor) -> Tensor:
         and x.data_ptr() % BASE_ALIGNMENT == 0
     ):
         return x
-    return _aligned(x)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """x itself if it is contiguous at a 16-byte address, else a copy that is."""
-    copy = x.contiguous()
-    return copy.clone() if copy.data_ptr() % BASE_ALIGNMENT else copy
+    return aligned(x)
 
 
 def _table(x: Tensor) -> Tensor:
@@ -191,16 +185,9 @@ def define() -> bool:
     """Define both ops with shapes unless another copy of this build has; True if they were new."""
     if hasattr(ops, FORWARD):
         return False
-    _define(FORWARD, fused_recurrent_fwd, _forward_fake)
-    _define(UPDATE, fused_recurrent_update, _update_fake, mutates_args=("states",))
+    define_op(FORWARD, fused_recurrent_fwd, _forward_fake)
+    define_op(UPDATE, fused_recurrent_update, _update_fake, mutates_args=("states",))
     return True
-
-
-def _define(name: str, function, fake, mutates_args=()) -> None:
-    schema = torch.library.infer_schema(function, mutates_args=mutates_args)
-    torch.library.define(add_op_namespace_prefix(name), schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(add_op_namespace_prefix(name), "default", function)
-    torch.library.register_fake(add_op_namespace_prefix(name), fake)
 
 
 define()

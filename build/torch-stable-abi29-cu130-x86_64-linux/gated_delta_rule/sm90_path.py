@@ -5,10 +5,10 @@ from typing import Optional, Tuple
 from torch import Tensor
 
 from .._ops import ops
+from ..library import BASE_ALIGNMENT, aligned
 from .plan import PLANS
 
 ROW_ALIGNMENT = 8  # elements of 16 bits in the 16 bytes that a tile load aligns to
-BASE_ALIGNMENT = 16  # bytes
 
 
 def forward(
@@ -125,5 +125,4 @@ def _loadable(x: Tensor) -> Tensor:
         and x.data_ptr() % BASE_ALIGNMENT == 0
     ):
         return x
-    copy = x.contiguous()
-    return copy.clone() if copy.data_ptr() % BASE_ALIGNMENT else copy
+    return aligned(x)

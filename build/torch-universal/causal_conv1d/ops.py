@@ -6,11 +6,11 @@ Defined once per process even if two copies of this build are loaded, as those o
 
 from typing import Optional, Tuple
 
-import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix, ops
+from .._ops import ops
 from ..checks import can_call_directly
+from ..library import define_op
 from . import sm90_path
 
 FORWARD = "causal_conv1d_fwd"
@@ -106,16 +106,7 @@ def define(setup_context, backward) -> bool:
     """Define the ops with shapes and autograd unless another copy of this build has; True if they were new."""
     if hasattr(ops, FORWARD):
         return False
-    _define(FORWARD, causal_conv1d_fwd, _forward_fake)
-    _define(BACKWARD, causal_conv1d_bwd, _backward_fake)
-    _define(UPDATE, causal_conv1d_update, _update_fake, mutates_args=("conv_state",))
-    torch.library.register_autograd(add_op_namespace_prefix(FORWARD), backward, setup_context=setup_context)
-    torch.library.register_autograd(add_op_namespace_prefix(BACKWARD), _refuse_double_backward)
+    define_op(FORWARD, causal_conv1d_fwd, _forward_fake, backward=backward, setup_context=setup_context)
+    define_op(BACKWARD, causal_conv1d_bwd, _backward_fake, backward=_refuse_double_backward)
+    define_op(UPDATE, causal_conv1d_update, _update_fake, mutates_args=("conv_state",))
     return True
-
-
-def _define(name: str, function, fake, mutates_args=()) -> None:
-    schema = torch.library.infer_schema(function, mutates_args=mutates_args)
-    torch.library.define(add_op_namespace_prefix(name), schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(add_op_namespace_prefix(name), "default", function)
-    torch.library.register_fake(add_op_namespace_prefix(name), fake)

@@ -1,0 +1,34 @@
+"""What the operators share of torch.library and of the compiled ops: how an op is defined, and memory that loads want."""
+
+from typing import Callable, Optional
+
+import torch
+from torch import Tensor
+
+from ._ops import add_op_namespace_prefix
+
+BASE_ALIGNMENT = 16  # bytes of a vector load and of a tile's first address
+
+
+def define_op(
+    name: str, function: Callable, fake: Callable, mutates_args=(), backward=None, setup_context=None
+) -> None:
+    """Define the op `name` of this build by `function`, with shapes by `fake`, and autograd if there is a `backward`.
+
+    Not through `torch.library.custom_op`: its wrapper imports torch._dynamo at the first call, which takes seconds.
+    """
+    qualified = add_op_namespace_prefix(name)
+    schema = torch.library.infer_schema(function, mutates_args=mutates_args)
+    torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(qualified, "default", function)
+    torch.library.register_fake(qualified, fake)
+    if backward is not None:
+        torch.library.register_autograd(qualified, backward, setup_context=setup_context)
+
+
+def aligned(x: Optional[Tensor]) -> Optional[Tensor]:
+    """x itself if it is contiguous at a 16-byte address, as a part of a flat buffer may not be; else a copy that is."""
+    if x is None:
+        return None
+    copy = x.contiguous()
+    return copy.clone() if copy.data_ptr() % BASE_ALIGNMENT else copy
