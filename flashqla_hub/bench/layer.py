@@ -1,7 +1,9 @@
 """`python -m flashqla_hub bench-layer`: the whole GatedDeltaNet layer of Qwen3.5 in transformers, with and without the kernel.
 
-Each implementation runs in a process of its own: `flashqla` is the layer that `kernelize` serves, `transformers` the layer as it
-comes, with FLA for the recurrence if that is installed, `fla` the same with FLA's convolution and gated norm put in as well.
+Each implementation runs in a process of its own: `flashqla` is the layer that `kernelize` serves; `transformers` the layer as it
+comes, which takes the recurrence from FLA and the convolution from causal-conv1d where they are installed, and all else from
+PyTorch; `fla` the same with FLA's convolution, gated norm and gates put in. With `+flashqla`, FLA hands the recurrence over to
+FlashQLA, as it does by itself where that is installed.
 
 `rest_ms` is the time on the GPU of everything but matrix products, which no kernel here changes, from a profile of single calls;
 `matrix_ms` is the time of the products alone. The two need not add up to `ms`: products alone heat the card more.
@@ -13,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,10 +34,16 @@ HEAD_DIM = 128
 WARM_UPS, ROUNDS = 4, 12
 DECODED = 64  # tokens in the cache before the timed step
 SECONDS = 300
-IMPLEMENTATIONS = ("flashqla", "transformers", "fla")
+OURS = "flashqla"
+IMPLEMENTATIONS = (OURS, "transformers", "transformers+flashqla", "fla", "fla+flashqla")
 OPERATIONS = ("forward", "decode", "training")
+LIBRARIES = {"fla": "FLA", "flash_qla": "FlashQLA", "causal_conv1d": "causal-conv1d"}  # by module
 PRODUCTS = ("nvjet", "gemm", "gemv", "cublas", "cutlass", "splitk")  # in names of kernels of matrix products
 PROFILED = 5
+GATE_TOKENS, LIMIT = (
+    300,
+    2e-2,
+)  # relative error of the output against float64 that the roundings of a bf16 layer stay below
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ def bench_layer_command(
         records += found
     console.print(as_table(records))
     console.print(f"Written to {path}")
-    if any(record.get("skipped") for record in records if record["impl"] == "flashqla"):
+    if any(record.get("skipped") for record in records if record["impl"] == OURS):
         raise typer.Exit(1)
 
 
@@ -92,7 +101,7 @@ def run_implementation(
 ) -> list[dict]:
     """Records of one implementation; what it could not do is a record with the reason."""
     arguments = [name, ",".join(shapes), ",".join(operations), str(tokens), str(batch), str(source)]
-    environment = {**os.environ, "FLA_FLASH_QLA": os.environ.get("FLA_FLASH_QLA", "0")}
+    environment = {**os.environ, "FLA_FLASH_QLA": "1" if name.endswith("+flashqla") else "0"}
     process = subprocess.Popen(
         [sys.executable, "-m", "flashqla_hub.bench.layer", *arguments],
         stdout=subprocess.PIPE,
@@ -222,21 +231,81 @@ def rest_ms(call: Callable[[], object]) -> float:
     return sum(ms for name, _, ms in found if not any(word in name.lower() for word in PRODUCTS)) / PROFILED
 
 
-def put_in_fla(layer: "torch.nn.Module") -> None:
-    """FLA's convolution and gated norm in the place of those that transformers computes in PyTorch without more packages."""
-    from fla.modules.causal_conv1d import causal_conv1d
+def put_in_fla(layer: "torch.nn.Module", raw_gates: bool) -> None:
+    """A forward of the layer from FLA's convolution, gated delta rule and gated norm, each called at its best.
+
+    With `raw_gates` FLA activates the gates; FlashQLA takes none, so there PyTorch does, as in transformers.
+    """
+    import torch.nn.functional as F
+    from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
     from fla.modules.norm.fused_norm_gate import rms_norm_gated
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
-    from ..models import functions_of
+    def convolve(qkv, cache, is_step):
+        weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
+        if is_step:
+            state = cache.layers[layer.layer_idx].conv_states[0]
+            return causal_conv1d_update(qkv, state, weight=weight, bias=bias, activation="silu")[0]
+        if cache is not None:
+            width = layer.conv_kernel_size
+            cache.update_conv_state(qkv.transpose(1, 2)[..., -width:], layer.layer_idx, conv_kernel_size=width)
+        return causal_conv1d(qkv, weight, bias, activation="silu")[0]
 
-    def convolve(hidden_states, weight, bias=None, activation=None, **kwargs):
-        return causal_conv1d(hidden_states.transpose(1, 2), weight, bias, activation=activation)[0].transpose(1, 2)
+    def forward(hidden_states, cache_params=None):
+        cache, idx = cache_params, layer.layer_idx
+        is_step = cache is not None and cache.has_previous_state(idx)
+        mixed = convolve(layer.in_proj_qkv(hidden_states), cache, is_step)
+        q, k, v = (
+            part.unflatten(2, (-1, HEAD_DIM))
+            for part in mixed.split((layer.key_dim, layer.key_dim, layer.value_dim), dim=2)
+        )
+        b, a = layer.in_proj_b(hidden_states), layer.in_proj_a(hidden_states)
+        if raw_gates or is_step:
+            gates = {"g": a, "beta": b, "A_log": layer.A_log, "dt_bias": layer.dt_bias}
+            gates |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+        else:
+            decay = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias)
+            gates = {"g": decay, "beta": b.sigmoid()}
+        rule = fused_recurrent_gated_delta_rule if is_step else chunk_gated_delta_rule
+        o, state = rule(
+            q,
+            k,
+            v,
+            initial_state=cache.layers[idx].recurrent_states[0] if is_step else None,
+            output_final_state=cache is not None,
+            use_qk_l2norm_in_kernel=True,
+            **gates,
+        )
+        if cache is not None:
+            cache.update_recurrent_state(state, idx)
+        z = layer.in_proj_z(hidden_states).unflatten(2, (-1, HEAD_DIM))
+        normed = rms_norm_gated(o, z, layer.norm.weight, None, eps=layer.norm.variance_epsilon)
+        return layer.out_proj(normed.flatten(2))
 
-    def norm(hidden_states, gate):
-        return rms_norm_gated(hidden_states, gate, layer.norm.weight, None, eps=layer.norm.variance_epsilon)
+    layer.forward = forward
 
-    functions_of(type(layer).__module__)["causal_conv1d_fn"].forward = convolve
-    layer.norm.forward = norm
+
+def exact(layer: "torch.nn.Module", x: "torch.Tensor") -> "torch.Tensor":
+    """The layer's output in float64, with the token recurrence, from its parameters as they are."""
+    import torch
+    import torch.nn.functional as F
+
+    from ..reference import gated_delta_rule
+
+    def project(name, x):
+        return F.linear(x, getattr(layer, name).weight.double())
+
+    x = x.double()
+    channels = F.pad(project("in_proj_qkv", x).transpose(1, 2), (layer.conv_kernel_size - 1, 0))
+    mixed = F.silu(F.conv1d(channels, layer.conv1d.weight.double(), groups=channels.shape[1])).transpose(1, 2)
+    q, k, v = (
+        part.unflatten(2, (-1, HEAD_DIM))
+        for part in mixed.split((layer.key_dim, layer.key_dim, layer.value_dim), dim=2)
+    )
+    g = -layer.A_log.double().exp() * F.softplus(project("in_proj_a", x) + layer.dt_bias.double())
+    o, _ = gated_delta_rule(q, k, v, g, project("in_proj_b", x).sigmoid(), use_qk_l2norm=True)
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + layer.norm.variance_epsilon) * layer.norm.weight.double()
+    return project("out_proj", o.flatten(2) * F.silu(project("in_proj_z", x)))
 
 
 def measure_decode(layer: "torch.nn.Module", config: object, x: "torch.Tensor", batch: int) -> dict:
@@ -260,36 +329,61 @@ def measure_decode(layer: "torch.nn.Module", config: object, x: "torch.Tensor", 
 
 
 def measure(shape: Shape, name: str, operation: str, tokens: int, batch: int, source: Path) -> dict:
-    """Figures of one operation of one layer."""
+    """Figures of one operation of one layer; a wrong output gives no times."""
+    import torch
+
+    layer, config = make_layer(shape, "cuda", torch.bfloat16)
+    served = serve(layer, name, source)
+    x = torch.randn(1, tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        truth = exact(layer, x[:, :GATE_TOKENS])
+        error = ((layer(x[:, :GATE_TOKENS]).double() - truth).norm() / truth.norm()).item()
+        if not error <= LIMIT:
+            return {"error": error, "skipped": f"wrong: relative error {error:.2e}"}
+        figures = {"served": served, "error": error}
+        if operation == "decode":
+            return {**figures, **measure_decode(layer, config, x, batch)}
+        if operation == "forward":
+            return {**figures, **figures_of(lambda: layer(x), lambda: products(layer)(x))}
+    x.requires_grad_()
+    return {**figures, **figures_of(training_step(layer, x, layer), training_step(products(layer), x, layer))}
+
+
+def serve(layer: "torch.nn.Module", name: str, source: Path) -> str:
+    """Let the implementation serve the layer; what it is made of, in words."""
     import torch
 
     import flashqla_hub
 
-    layer, config = make_layer(shape, "cuda", torch.bfloat16)
-    served = name
-    if name == "flashqla":
+    if name == OURS:
         model = flashqla_hub.kernelize(torch.nn.Sequential(layer), source=source)
         found = flashqla_hub.report(model).served_by("0")
-        served = ", ".join(part for part, by in found.items() if by == "qwen/flashqla") or "transformers"
-    elif name == "fla":
-        put_in_fla(layer)
-    x = torch.randn(1, tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        if operation == "decode":
-            return {**measure_decode(layer, config, x, batch), "served": served}
-        calls = [lambda: layer(x), lambda: products(layer)(x)]
-        if operation == "forward":
-            return {**figures_of(*calls), "served": served}
-    x.requires_grad_()
-    return {**figures_of(training_step(layer, x, layer), training_step(products(layer), x, layer)), "served": served}
+        return ", ".join(part for part, by in found.items() if by == "qwen/flashqla") or "transformers"
+    wanted = {"transformers": (), "fla": ("fla",)}.get(name, ("fla", "flash_qla"))
+    missing = [LIBRARIES[module] for module in wanted if find_spec(module) is None]
+    if missing:
+        raise ModuleNotFoundError(f"{' and '.join(missing)} is not installed")
+    if name.startswith("fla"):
+        put_in_fla(layer, raw_gates=name == "fla")
+    found = [module for module in ("fla", "causal_conv1d") if find_spec(module) and module not in wanted]
+    return ", ".join(("transformers", *(LIBRARIES[module] for module in (*wanted, *found))))
 
 
 def figures_of(call: Callable[[], object], only: Callable[[], object]) -> dict:
-    return {"ms": milliseconds(call), "matrix_ms": milliseconds(only), "rest_ms": rest_ms(call)}
+    """Times of a forward or a training step, and the memory that it takes above what was there before it."""
+    import torch
+
+    figures = {"ms": milliseconds(call), "matrix_ms": milliseconds(only), "rest_ms": rest_ms(call)}
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return {**figures, "peak_mb": (torch.cuda.max_memory_allocated() - before) / 1e6}
 
 
 def main(arguments: list[str]) -> None:
     """The process of one implementation: a JSON line for each operation on each layer."""
+    import torch
+
     name, shapes, operations, tokens, batch, source = arguments
     for shape in shapes.split(","):
         sizes = SHAPES[shape]
@@ -303,8 +397,15 @@ def main(arguments: list[str]) -> None:
                 "hv": sizes.hv,
                 "seqs": sequences,
             }
-            figures = measure(sizes, name, operation, int(tokens), int(batch), Path(source))
+            try:
+                figures = measure(sizes, name, operation, int(tokens), int(batch), Path(source))
+                if name.endswith("+flashqla") and operation != "decode" and "flash_qla" not in sys.modules:
+                    figures = {"skipped": "FLA did not hand over to FlashQLA"}
+            except Exception as failure:  # one that fails on a layer is a line with its reason
+                reason = (str(failure).splitlines() or [""])[0]
+                figures = {"skipped": f"{type(failure).__name__}: {reason}"[:300]}
             print(json.dumps({**record, **figures}), flush=True)
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,16 @@ def test_layer_is_one_that_the_kernel_serves_whole(layer, kernel_folder):
         flashqla_hub.unregister()
 
 
+def test_yardstick_is_the_layer_of_transformers():
+    layer, _ = bench.make_layer(SMALL, "cpu", torch.float64)
+    x = torch.randn(2, 9, SMALL.hidden, dtype=torch.float64)
+    with torch.no_grad():
+        layer.norm.weight.uniform_(0.5, 2)
+        layer.dt_bias.uniform_(-1, 1)
+        expected = layer(x)
+        assert (bench.exact(layer, x) - expected).norm() < 1e-5 * expected.norm()
+
+
 def test_step_of_the_products_reaches_every_projection_and_nothing_else(layer):
     x = torch.randn(1, 8, SMALL.hidden, requires_grad=True)
     bench.training_step(bench.products(layer), x, layer)()
@@ -62,6 +72,13 @@ def test_process_that_ends_early_leaves_a_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(bench.sys, "executable", "/bin/false")
     (record,) = bench.run_implementation("flashqla", ("2b",), ("forward",), 64, 1, tmp_path)
     assert record["layer"] == "2b" and record["skipped"] == "the process ended with code 1"
+
+
+def test_peer_that_is_not_installed_is_named(layer, monkeypatch):
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="FLA and FlashQLA is not installed"):
+        bench.serve(layer, "fla+flashqla", None)
+    assert bench.serve(layer, "transformers", None) == "transformers"
 
 
 @pytest.mark.parametrize(
