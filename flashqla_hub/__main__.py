@@ -42,6 +42,9 @@ COMMANDS = {
     "bench-layer": Command(
         "flashqla_hub.bench.layer", "bench_layer_command", "Time a whole layer with and without the kernel on a GPU."
     ),
+    "bench-model": Command(
+        "flashqla_hub.bench.model", "bench_model_command", "Time prefill and generation with and without the kernel."
+    ),
     "bench-around": Command(
         "flashqla_hub.bench.around", "bench_around_command", "Time gated norm, gates and decode step on a GPU."
     ),

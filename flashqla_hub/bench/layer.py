@@ -75,9 +75,9 @@ def bench_layer_command(
     """Time forward, decode step and training step of one layer, with and without the kernel; write one JSON line each."""
     console = Console()
     try:
-        shapes = _known("shape", shape, tuple(SHAPES))
-        names = _known("impl", impl, IMPLEMENTATIONS)
-        operations = _known("operation", operation, OPERATIONS)
+        shapes = known("shape", shape, tuple(SHAPES))
+        names = known("impl", impl, IMPLEMENTATIONS)
+        operations = known("operation", operation, OPERATIONS)
         device = command.device_facts()
     except ValueError as error:
         console.print(str(error))
@@ -87,7 +87,8 @@ def bench_layer_command(
     path = output or folder / f"{common['run']}-layer.jsonl"
     records = []
     for name in names:
-        found = [{**common, **record} for record in run_implementation(name, shapes, operations, tokens, batch, source)]
+        arguments = [",".join(operations), str(tokens), str(batch), str(source)]
+        found = [{**common, **record} for record in run_implementation("layer", name, shapes, arguments)]
         append(path, found)
         records += found
     console.print(as_table(records))
@@ -96,17 +97,13 @@ def bench_layer_command(
         raise typer.Exit(1)
 
 
-def run_implementation(
-    name: str, shapes: tuple[str, ...], operations: tuple[str, ...], tokens: int, batch: int, source: Path
-) -> list[dict]:
-    """Records of one implementation; what it could not do is a record with the reason."""
-    arguments = [name, ",".join(shapes), ",".join(operations), str(tokens), str(batch), str(source)]
-    environment = {**os.environ, "FLA_FLASH_QLA": "1" if name.endswith("+flashqla") else "0"}
+def run_implementation(module: str, name: str, shapes: tuple[str, ...], arguments: list[str]) -> list[dict]:
+    """Records of one implementation, from the process of this module; what it could not do is a record with the reason."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "flashqla_hub.bench.layer", *arguments],
+        [sys.executable, "-m", f"flashqla_hub.bench.{module}", name, ",".join(shapes), *arguments],
         stdout=subprocess.PIPE,
         text=True,
-        env=environment,
+        env={**os.environ, "FLA_FLASH_QLA": "1" if _hands_over(name) else "0"},
     )
     try:
         printed, _ = process.communicate(timeout=SECONDS * len(shapes))
@@ -117,7 +114,18 @@ def run_implementation(
         reason = f"not done within {SECONDS * len(shapes)} s"
     records = [json.loads(line) for line in printed.splitlines() if line.startswith('{"op"')]
     missing = [shape for shape in shapes if not any(record["layer"] == shape for record in records)]
-    return records + [{"op": "layer", "layer": shape, "impl": name, "skipped": reason} for shape in missing]
+    return records + [{"op": module, "layer": shape, "impl": name, "skipped": reason} for shape in missing]
+
+
+def _hands_over(name: str) -> bool:
+    """Whether FLA is to call FlashQLA."""
+    return name.endswith("+flashqla")
+
+
+def check_handed_over(name: str) -> None:
+    """Raise if FLA was to call FlashQLA and has not: it imports it at the first call."""
+    if _hands_over(name) and "flash_qla" not in sys.modules:
+        raise RuntimeError("FLA did not hand over to FlashQLA")
 
 
 def as_table(records: list[dict]) -> Table:
@@ -133,7 +141,7 @@ def as_table(records: list[dict]) -> Table:
     return table
 
 
-def _known(option: str, names: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
+def known(option: str, names: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
     unknown = [name for name in names or () if name not in known]
     if unknown:
         raise ValueError(f"--{option} is {unknown[0]!r}; it must be one of {', '.join(known)}.")
@@ -251,7 +259,7 @@ def put_in_fla(layer: "torch.nn.Module", raw_gates: bool) -> None:
             cache.update_conv_state(qkv.transpose(1, 2)[..., -width:], layer.layer_idx, conv_kernel_size=width)
         return causal_conv1d(qkv, weight, bias, activation="silu")[0]
 
-    def forward(hidden_states, cache_params=None):
+    def forward(hidden_states, cache_params=None, **_):
         cache, idx = cache_params, layer.layer_idx
         is_step = cache is not None and cache.has_previous_state(idx)
         mixed = convolve(layer.in_proj_qkv(hidden_states), cache, is_step)
@@ -353,18 +361,24 @@ def serve(layer: "torch.nn.Module", name: str, source: Path) -> str:
     """Let the implementation serve the layer; what it is made of, in words."""
     import torch
 
+    return serve_with(torch.nn.Sequential(layer), name, source, lambda raw_gates: put_in_fla(layer, raw_gates))
+
+
+def serve_with(model: "torch.nn.Module", name: str, source: Path, put_in: Callable[[bool], object]) -> str:
+    """Kernelize the model, or let FLA's parts be put in, or neither; what serves it then, in words."""
     import flashqla_hub
+    from flashqla_hub.models import gated_delta_nets
 
     if name == OURS:
-        model = flashqla_hub.kernelize(torch.nn.Sequential(layer), source=source)
-        found = flashqla_hub.report(model).served_by("0")
+        flashqla_hub.kernelize(model, source=source)
+        found = flashqla_hub.report(model).served_by(gated_delta_nets(model)[0].path)
         return ", ".join(part for part, by in found.items() if by == "qwen/flashqla") or "transformers"
     wanted = {"transformers": (), "fla": ("fla",)}.get(name, ("fla", "flash_qla"))
     missing = [LIBRARIES[module] for module in wanted if find_spec(module) is None]
     if missing:
         raise ModuleNotFoundError(f"{' and '.join(missing)} is not installed")
     if name.startswith("fla"):
-        put_in_fla(layer, raw_gates=name == "fla")
+        put_in(name == "fla")
     found = [module for module in ("fla", "causal_conv1d") if find_spec(module) and module not in wanted]
     return ", ".join(("transformers", *(LIBRARIES[module] for module in (*wanted, *found))))
 
@@ -399,8 +413,7 @@ def main(arguments: list[str]) -> None:
             }
             try:
                 figures = measure(sizes, name, operation, int(tokens), int(batch), Path(source))
-                if name.endswith("+flashqla") and operation != "decode" and "flash_qla" not in sys.modules:
-                    figures = {"skipped": "FLA did not hand over to FlashQLA"}
+                check_handed_over(name)
             except Exception as failure:  # one that fails on a layer is a line with its reason
                 reason = (str(failure).splitlines() or [""])[0]
                 figures = {"skipped": f"{type(failure).__name__}: {reason}"[:300]}

@@ -6,7 +6,7 @@ device's measured rates `copy_tb_s` and `matrix_tflop_s` allow. Memory is in 10^
 `peak_mb` allocated at the peak of a call, outputs included, and `extra_mb` without them. `buffers` is how many copies of
 the inputs were read in turn, `error` the relative error of the correctness gate. Of a whole layer, `layer` is its shape,
 `matrix_ms` the time of its matrix products alone, `rest_ms` that of all but products, `launches` what one call puts on the
-GPU, `served` what the kernel has. `void` says why a peer's line, and with it the comparison, does not count; `skipped` why a
+GPU, `served` what the implementation is made of; of a whole model, `layer` is that of its layers. `void` says why a peer's line, and with it the comparison, does not count; `skipped` why a
 line has no times.
 """
 

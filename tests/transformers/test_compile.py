@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from transformers import CompileConfig
 
 from flashqla_hub.models import gated_delta_nets
 from tests.transformers.comparison import assert_close, assert_same_gradients, loss_and_gradients
@@ -34,6 +36,19 @@ def test_training_is_one_graph(model):
     output.loss.backward()
     assert_close(output.loss, loss)
     assert_same_gradients({name: parameter.grad for name, parameter in model.named_parameters()}, gradients)
+
+
+def test_generated_tokens_of_one_compiled_step_equal_those_of_the_plain_model(kernelize):
+    """The step on a static cache as one graph, as transformers compiles it on GPUs by itself."""
+    config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    plain, ids = tiny_model(FAMILY), token_ids(2, 9)
+    options = {"do_sample": False, "max_new_tokens": 10, "min_new_tokens": 10}
+    expected = plain.generate(ids, **options)
+    counters.clear()
+    tokens = kernelize(plain).generate(ids, cache_implementation="static", compile_config=config, **options)
+    assert torch.equal(tokens, expected)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_more_lengths_do_not_mean_more_graphs(model):
