@@ -6,13 +6,13 @@ device's measured rates `copy_tb_s` and `matrix_tflop_s` allow. Memory is in 10^
 `peak_mb` allocated at the peak of a call, outputs included, and `extra_mb` without them. `buffers` is how many copies of
 the inputs were read in turn, `error` the relative error of the correctness gate. Of a whole layer, `layer` is its shape,
 `matrix_ms` the time of its matrix products alone, `rest_ms` that of all but products, `launches` what one call puts on the
-GPU, `served` what the implementation is made of; of a whole model, `layer` is that of its layers. `void` says why a peer's line, and with it the comparison, does not count; `skipped` why a
-line has no times.
+GPU, `served` what the implementation is made of; of a whole model, `layer` is that of its layers. `void` says why a peer's
+line, and with it the comparison, does not count; `skipped` why a line has no times.
 """
 
 import json
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -90,6 +90,10 @@ def _read(path: Path) -> list[dict]:
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
     except ValueError:
         records = [None]
-    if not all(isinstance(record, dict) and {"op", "impl", "gates"} <= record.keys() for record in records):
+    if not all(isinstance(record, dict) and _is_record(record.keys()) for record in records):
         raise ValueError(f"{path} is no record of `python -m flashqla_hub bench`; name one that it wrote.")
     return records
+
+
+def _is_record(fields: Set[str]) -> bool:
+    return {"op", "impl"} <= fields and ("gates" in fields or "layer" in fields)

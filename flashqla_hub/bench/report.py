@@ -13,6 +13,14 @@ from .record import read
 
 OURS = "flashqla"
 LABELS = {OURS: "this kernel", "flash-qla": "FlashQLA", "flashinfer": "FlashInfer", "fla": "FLA"}
+# Of whole layers in transformers: as it comes with FLA installed, and with FLA's convolution, norm and gates put in.
+LAYER_LABELS = {
+    OURS: "this kernel",
+    "transformers": "transformers, FLA",
+    "transformers+flashqla": "transformers, FLA and FlashQLA",
+    "fla": "all FLA",
+    "fla+flashqla": "all FLA, with FlashQLA",
+}
 
 # Colours of the implementations, in the order of LABELS: told apart by people with any colour vision (Okabe and Ito, 2008).
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#999999")
@@ -33,6 +41,9 @@ def report_command(
     except ValueError as error:
         console.print(str(error), markup=False)
         raise typer.Exit(2) from None
+    layers, found = ([record for record in found if ("layer" in record) == is_layer] for is_layer in (True, False))
+    if layers:
+        console.print("\n".join(layer_table(layers)) + "\n", soft_wrap=True, markup=False)
     for op, gates in dict.fromkeys((record["op"], record["gates"]) for record in found):
         chosen = [record for record in found if (record["op"], record["gates"]) == (op, gates)]
         console.print(f"{op}, gates {gates}:\n")
@@ -102,6 +113,30 @@ def markdown_table(records: list[dict]) -> list[str]:
     "scratch MB" is the memory beyond inputs and outputs, and theirs.
     """
     header, body = cells(records)
+    return [_line(header), _line(["---"] * len(header)), *(_line(row) for row in body)]
+
+
+def layer_table(records: list[dict]) -> list[str]:
+    """Lines of a Markdown table of whole layers and models: their time, that of all but matrix products, and both over ours."""
+    ours = {(record["op"], record["layer"]): record for record in records if record["impl"] == OURS}
+    header = ["layer, tokens", "step", "served by", "ms", "rest ms", "launches", "peak MB", "ms / ours", "rest / ours"]
+    body = []
+    for record in sorted(records, key=lambda record: (record["op"], record["layer"])):
+        own = {} if record["impl"] == OURS else ours.get((record["op"], record["layer"]), {})
+        factors = (
+            record[name] / own[name] if {name} <= record.keys() & own.keys() else None for name in ("ms", "rest_ms")
+        )
+        body.append(
+            [
+                f"{record['layer']} {record.get('seqs', '')}",
+                record["op"].partition("-")[2],
+                LAYER_LABELS[record["impl"]],
+                *(f"{record[name]:.3f}" if name in record else "-" for name in ("ms", "rest_ms")),
+                str(record.get("launches", "-")),
+                f"{record['peak_mb']:,.0f}" if "peak_mb" in record else "-",
+                *map(_factor, factors),
+            ]
+        )
     return [_line(header), _line(["---"] * len(header)), *(_line(row) for row in body)]
 
 

@@ -82,6 +82,20 @@ def test_the_command_prints_a_table_for_each_operation_and_gates(tmp_path):
     assert done.output.count("| (2, 8) 1x64 | 0.5000 | 1.0000 | 2.0000 | 2.00x | **0.50x** | 21 | 20% | 5 of 40 |") == 2
 
 
+def test_the_command_prints_whole_layers_beside_ours(tmp_path):
+    path = tmp_path / "run.jsonl"
+    common = {"run": "r", "op": "layer-training", "layer": "2b", "seqs": "1x64"}
+    figures = [("flashqla", {"ms": 2.0, "rest_ms": 1.0, "peak_mb": 1234.5}), ("fla", {"ms": 3.0, "rest_ms": 0.5})]
+    append(
+        path, [{**common, "impl": impl, **numbers} for impl, numbers in [*figures, ("transformers", {"skipped": "x"})]]
+    )
+    done = CliRunner().invoke(build_app("bench-report"), ["bench-report", str(path)])
+    assert done.exit_code == 0
+    assert "| 2b 1x64 | training | this kernel | 2.000 | 1.000 | - | 1,234 | - | - |" in done.output
+    assert "| 2b 1x64 | training | all FLA | 3.000 | 0.500 | - | - | 1.50x | **0.50x** |" in done.output
+    assert "| 2b 1x64 | training | transformers, FLA | - | - | - | - | - | - |" in done.output
+
+
 @pytest.mark.parametrize("content", [None, "no JSON", '{"op": "forward"}', "[1]"])
 def test_a_file_that_is_no_record_is_refused_in_one_sentence(tmp_path, content):
     path = tmp_path / "other.jsonl"
