@@ -23,7 +23,8 @@ class Rates:
 
 
 def row_bytes(row: Row, op: str) -> int:
-    """Bytes that an operation must move, each tensor once; "forward_backward" is the one and then the other.
+    """Bytes that an operation must move, each tensor once; "forward_backward" is the one and then the other, and of
+    "training_forward" what it keeps for the backward is not counted.
 
     The forward reads q, k, v, g, beta and the initial states and writes o and the final states. The backward reads its
     inputs again with the gradients of its outputs, and writes the gradients of its inputs.
@@ -33,7 +34,7 @@ def row_bytes(row: Row, op: str) -> int:
     gate_rows, states = row.hv * GATE_BYTES, sequences * row.hv * HEAD_DIM**2 * STATE_BYTES
     forward = tokens * (2 * key_rows + 2 * value_rows + 2 * gate_rows) + 2 * states
     backward = tokens * (4 * key_rows + 3 * value_rows + 4 * gate_rows) + 3 * states
-    return {"forward": forward, "backward": backward, "forward_backward": forward + backward}[op]
+    return {"backward": backward, "forward_backward": forward + backward}.get(op, forward)
 
 
 def row_flops(row: Row, op: str) -> int:
@@ -46,11 +47,10 @@ def row_flops(row: Row, op: str) -> int:
     forward = 3 * CHUNK * HEAD_DIM**2 + 2 * CHUNK**2 * HEAD_DIM
     backward = 7 * CHUNK * HEAD_DIM**2 + 8 * CHUNK**2 * HEAD_DIM + 2 * CHUNK**3
     of_op = {
-        "forward": row.hk * key_head + row.hv * forward,
         "backward": row.hk * key_head + row.hv * backward,
         "forward_backward": 2 * row.hk * key_head + row.hv * (forward + backward),
     }
-    return 2 * sum(row.lengths) * of_op[op] // CHUNK
+    return 2 * sum(row.lengths) * of_op.get(op, row.hk * key_head + row.hv * forward) // CHUNK
 
 
 def bound_ms(row: Row, op: str, rates: Rates) -> float:

@@ -4,8 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,6 @@ from .rows import GATES, OPS, ROW_SETS, Row, parse_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER_SECONDS = 480
-COMPILE_JOBS = 8
 LOG_WIDTH = 180  # characters of the table where there is no terminal to ask
 
 
@@ -35,6 +35,15 @@ def bench_command(
     impl: Annotated[
         list[str] | None, typer.Option(help="Implementations to run; all that are installed if left out.")
     ] = None,
+    path: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=FOLDERS: folders, separated by colons, that are searched first in the process of this implementation."
+        ),
+    ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="What compiles at the first call has done so: fill no caches beforehand.")
+    ] = False,
     sustain: Annotated[float, typer.Option(help="Seconds of sustained load a row as well; 0 leaves it out.")] = 0.0,
     seconds: Annotated[int, typer.Option(help="Time limit of each implementation.")] = WORKER_SECONDS,
     source: Annotated[Path, typer.Option(help="Folder of the kernel, with build/ in it.")] = ROOT,
@@ -53,17 +62,19 @@ def bench_command(
         mixes = _gates(gates or ["bench"])
         if op not in OPS:
             raise ValueError(f"--op is {op!r}; it must be one of {', '.join(OPS)}.")
-        names = _implementations(impl)
+        implementations = _implementations(impl, parse_paths(path or ()))
         device = device_facts()
     except ValueError as error:
         console.print(str(error))
         raise typer.Exit(2) from None
+    if not compiled:
+        fill_compile_caches(implementations, op, parsed, mixes[0], source, seconds)
     rates = _rates()
     common = {"run": run_name(commit or git_commit(ROOT)), "op": op, **asdict(rates), **device}
     path = output or ROOT / "benchmarks" / "results" / device_folder(device["device"]) / f"{common['run']}.jsonl"
     records = []
-    for name in names:
-        found = run_implementation(name, parsed, mixes, source, common, sustain, seconds)
+    for implementation in implementations:
+        found = run_implementation(implementation, parsed, mixes, source, common, sustain, seconds)
         append(path, found)  # at once, so that what is measured survives what comes next
         records += found
     console.print(rich_table(records))
@@ -76,7 +87,7 @@ def bench_command(
 
 
 def run_implementation(
-    name: str,
+    implementation: Implementation,
     rows: Sequence[Row],
     gates: Sequence[str],
     source: Path,
@@ -85,14 +96,11 @@ def run_implementation(
     seconds: int = WORKER_SECONDS,
 ) -> list[dict]:
     """Records of one implementation on all rows and gates; what it could not run is a record with the reason."""
-    implementation = BY_NAME[name]
     reason = implementation.missing()
     figures: dict[tuple[str, str], dict] = {}
     version = None
     if reason is None:
         version = implementation.version()
-        if implementation.compiles:
-            _fill_compile_cache(implementation, common["op"], rows, gates[0], source, seconds)
         options = [
             "--op",
             common["op"],
@@ -111,7 +119,7 @@ def run_implementation(
         complete(
             {
                 **common,
-                "impl": name,
+                "impl": implementation.name,
                 "version": version,
                 "hk": row.hk,
                 "hv": row.hv,
@@ -150,30 +158,59 @@ def _run_worker(implementation: Implementation, options: list[str], source: Path
         return output, f"not done within {seconds} s"
 
 
-def _fill_compile_cache(implementation, op: str, rows: Sequence[Row], gates: str, source: Path, seconds: int) -> None:
-    """Let several processes at once compile what the rows need, so that the timed one finds it on disk."""
-    jobs = min(COMPILE_JOBS, os.cpu_count() or 1, len(rows))
-    options = ["--compile-only", "--op", op, "--gates", gates]
+def fill_compile_caches(
+    implementations: Sequence[Implementation], op: str, rows: Sequence[Row], gates: str, source: Path, seconds: int
+) -> None:
+    """Let several processes at once compile what the rows need, so that the timed ones find it on disk."""
+    jobs = min(len(os.sched_getaffinity(0)), len(rows))
     shares = [[row.name for row in rows[start::jobs]] for start in range(jobs)]
-    processes = [_start_worker(implementation, [*options, *share], source) for share in shares]
+    processes = [
+        _start_worker(implementation, ["--compile-only", "--op", op, "--gates", gates, *share], source)
+        for implementation in implementations
+        if implementation.compiling is not None and implementation.missing() is None
+        for share in shares
+    ]
+    deadline = time.monotonic() + seconds
     for process in processes:
         try:
-            process.communicate(timeout=seconds)
+            process.communicate(timeout=max(1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
 
 
 def _start_worker(implementation: Implementation, options: list[str], source: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "flashqla_hub.bench.worker", "--impl", implementation.name, *options]
-    environment = {**os.environ, **dict(implementation.environment), "FLASHQLA_BENCH_SOURCE": str(source)}
+    compiling = (implementation.compiling or ()) if "--compile-only" in options else ()
+    environment = {**os.environ, **dict(implementation.environment + compiling), "FLASHQLA_BENCH_SOURCE": str(source)}
+    environment["PYTHONPATH"] = search_path(implementation.folders)
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def _implementations(names: list[str] | None) -> list[str]:
+def search_path(folders: Sequence[str]) -> str:
+    """PYTHONPATH of a process that searches `folders` before what this one was told to."""
+    return os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def parse_paths(texts: Sequence[str], known: Sequence[str] = tuple(BY_NAME)) -> dict[str, tuple[str, ...]]:
+    """`fla=/a:/b` -> {"fla": ("/a", "/b")}."""
+    found = {}
+    for text in texts:
+        name, _, folders = text.partition("=")
+        missing = [folder for folder in folders.split(os.pathsep) if not os.path.isdir(folder)]
+        if name not in known or missing:
+            raise ValueError(
+                f"--path is {text!r}; it must be NAME=FOLDERS with folders that exist, and NAME one of {', '.join(known)}."
+            )
+        found[name] = tuple(folders.split(os.pathsep))
+    return found
+
+
+def _implementations(names: list[str] | None, folders: dict[str, tuple[str, ...]]) -> list[Implementation]:
     unknown = [name for name in names or () if name not in BY_NAME]
     if unknown:
         raise ValueError(f"--impl is {unknown[0]!r}; it must be one of {', '.join(BY_NAME)}.")
-    return names or [implementation.name for implementation in IMPLEMENTATIONS]
+    chosen = [BY_NAME[name] for name in names] if names else IMPLEMENTATIONS
+    return [replace(implementation, folders=folders.get(implementation.name, ())) for implementation in chosen]
 
 
 def _gates(names: list[str]) -> list[str]:

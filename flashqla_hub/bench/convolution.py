@@ -63,7 +63,7 @@ def bench_convolution_command(
     common = {"run": run_name(commit or git_commit(command.ROOT)), **device}
     folder = command.ROOT / "benchmarks" / "results" / command.device_folder(device["device"])
     path = output or folder / f"{common['run']}-conv.jsonl"
-    implementations = {"flashqla": _flashqla(source), "fla": _fla()}
+    implementations = {"flashqla": _flashqla(source), "fla": _fla(), "causal-conv1d": _causal_conv1d()}
     records = []
     for shape in parsed:
         found = [{**common, **record} for record in measure(shape, implementations)]
@@ -177,5 +177,23 @@ def _fla() -> tuple[Callable, Callable] | str:
         return causal_conv1d_bwd(
             x=x, dy=dy, dht=None, weight=weight, bias=bias, residual=None, initial_state=None, activation="silu"
         )[:3]
+
+    return forward, backward
+
+
+def _causal_conv1d() -> tuple[Callable, Callable] | str:
+    try:
+        from causal_conv1d.cpp_functions import causal_conv1d_bwd_function, causal_conv1d_fwd_function
+    except ImportError as error:
+        return f"not installed: {error}"
+
+    # It takes [B, D, T] with any of the last two next to each other in memory: here D, as the layers of models have it.
+    def forward(x, dy, weight, bias):
+        return [causal_conv1d_fwd_function(x.transpose(1, 2), weight, bias, None, None, None, True).transpose(1, 2)]
+
+    def backward(x, dy, weight, bias):
+        x, dy = x.transpose(1, 2), dy.transpose(1, 2)
+        dx, dweight, dbias, _ = causal_conv1d_bwd_function(x, weight, bias, dy, None, None, None, None, False, True)
+        return dx.transpose(1, 2), dweight, dbias
 
     return forward, backward

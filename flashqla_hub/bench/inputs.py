@@ -43,7 +43,7 @@ def make_inputs(lengths, hk: int, hv: int, gates: str, seed: int = 0, device: st
 
 def input_bytes(inputs: dict, op: str) -> int:
     """Bytes that an operation reads: q, k, v, g, beta and the initial states, and for gradients those of the outputs."""
-    names = ("q", "k", "v", "g", "beta", "h0", *(() if op == "forward" else ("do", "dht")))
+    names = ("q", "k", "v", "g", "beta", "h0", *(("do", "dht") if "backward" in op else ()))
     return sum(inputs[name].numel() * inputs[name].element_size() for name in names)
 
 

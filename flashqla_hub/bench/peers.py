@@ -1,8 +1,10 @@
 """How each implementation is called, at its best; conversions of layout and dtype stay outside the timed call."""
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +17,9 @@ from ..package.download import VERSION
 class Implementation:
     """One library: the distribution that it comes from, environment it wants, and factories of the timed calls.
 
-    `forward(inputs)` returns a function of no arguments that returns (o, final state [N, HV, K, V]); `backward(inputs)` and
-    `forward_backward(inputs)` return one that returns (dq, dk, dv, dg, dbeta, dh0), or are None where there is none.
+    `forward(inputs)` returns a function of no arguments that returns (o, final state [N, HV, K, V]), and so does
+    `training_forward(inputs)`, which keeps what a backward needs; `backward(inputs)` and `forward_backward(inputs)` return
+    one that returns (dq, dk, dv, dg, dbeta, dh0). All but the first are None where there is none.
     """
 
     name: str
@@ -25,18 +28,31 @@ class Implementation:
     forward: Callable[[dict], Callable]
     backward: Callable[[dict], Callable] | None = None
     forward_backward: Callable[[dict], Callable] | None = None
+    training_forward: Callable[[dict], Callable] | None = None
+    compiler: str | None = None  # distribution that compiles it at the first call; its version is named too
     environment: tuple[tuple[str, str], ...] = ()
     contract: int | None = None  # version of a Hub kernel, which has no distribution of its own
-    compiles: bool = False  # at the first call, into a cache on disk that several processes can fill at once
+    # Not None if it compiles into a cache on disk that several processes can fill at once: what those processes want besides.
+    compiling: tuple[tuple[str, str], ...] | None = None
+    folders: tuple[str, ...] = ()  # searched before the others for it and what it needs
 
     def version(self) -> str:
-        return importlib.metadata.version(self.distribution) if self.contract is None else str(self.contract)
+        """As in "0.1.3 (tilelang 0.1.15)"."""
+        if self.contract is not None:
+            return str(self.contract)
+        beside = f" ({self.compiler} {self._version_of(self.compiler)})" if self.compiler else ""
+        return self._version_of(self.distribution) + beside
 
     def missing(self) -> str | None:
         """Why this machine cannot run it, or None."""
-        if importlib.util.find_spec(self.module) is None:
+        found = importlib.machinery.PathFinder.find_spec(self.module, list(self.folders))
+        if found is None and importlib.util.find_spec(self.module) is None:
             return f"{self.distribution} is not installed"
         return None
+
+    def _version_of(self, distribution: str) -> str:
+        found = importlib.metadata.distributions(name=distribution, path=[*self.folders, *sys.path])
+        return next((each.version for each in found), "?")
 
 
 def _flash_qla(d):
@@ -69,6 +85,12 @@ def _flash_qla_forward_backward(d):
     from flash_qla import chunk_gated_delta_rule
 
     return _through_autograd(chunk_gated_delta_rule, d, _options(d))
+
+
+def _flash_qla_training_forward(d):
+    from flash_qla import chunk_gated_delta_rule
+
+    return _with_leaves(chunk_gated_delta_rule, d, _options(d))
 
 
 def _flashinfer(d):
@@ -106,6 +128,12 @@ def _fla_forward_backward(d):
     return _through_autograd(chunk_gated_delta_rule, d, _options(d, "cu_seqlens_int64"))
 
 
+def _fla_training_forward(d):
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return _with_leaves(chunk_gated_delta_rule, d, _options(d, "cu_seqlens_int64"))
+
+
 def _flashqla(d):
     return partial(_our_kernel().chunk_gated_delta_rule, *_tensors(d), **_options(d))
 
@@ -119,6 +147,10 @@ def _flashqla_backward(d):
 
 def _flashqla_forward_backward(d):
     return _through_autograd(_our_kernel().chunk_gated_delta_rule, d, _options(d))
+
+
+def _flashqla_training_forward(d):
+    return _with_leaves(_our_kernel().chunk_gated_delta_rule, d, _options(d))
 
 
 def _our_kernel():
@@ -135,17 +167,27 @@ def _options(d: dict, bounds: str = "cu_seqlens") -> dict:
     return {"scale": d["scale"], "initial_state": d["h0"], "output_final_state": True, "cu_seqlens": d[bounds]}
 
 
+def _with_leaves(function: Callable, d: dict, options: dict) -> Callable:
+    """Forward of a public function whose every input wants a gradient."""
+    *tensors, h0 = _leaves(d)
+    return partial(function, *tensors, **{**options, "initial_state": h0})
+
+
 def _through_autograd(function: Callable, d: dict, options: dict) -> Callable:
     """Forward and backward of a public function, from leaves to gradients."""
     import torch
 
-    leaves = [x.detach().requires_grad_() for x in (*_tensors(d), d["h0"])]
+    leaves = _leaves(d)
 
     def call():
         o, state = function(*leaves[:5], **{**options, "initial_state": leaves[5]})
         return torch.autograd.grad((o, state), leaves, (d["do"], d["dht"]))
 
     return call
+
+
+def _leaves(d: dict) -> list:
+    return [x.detach().requires_grad_() for x in (*_tensors(d), d["h0"])]
 
 
 IMPLEMENTATIONS = (
@@ -156,6 +198,7 @@ IMPLEMENTATIONS = (
         _flashqla,
         _flashqla_backward,
         _flashqla_forward_backward,
+        _flashqla_training_forward,
         contract=VERSION,
     ),
     Implementation(
@@ -165,9 +208,11 @@ IMPLEMENTATIONS = (
         _flash_qla,
         _flash_qla_backward,
         _flash_qla_forward_backward,
-        compiles=True,
+        _flash_qla_training_forward,
+        compiler="tilelang",
+        compiling=(),
     ),
-    Implementation("flashinfer", "flashinfer-python", "flashinfer", _flashinfer),
+    Implementation("flashinfer", "flashinfer-python", "flashinfer", _flashinfer, compiler="nvidia-cutlass-dsl"),
     # FLA calls FlashQLA by itself where it is installed; switched off, it is a peer of its own.
     Implementation(
         "fla",
@@ -175,8 +220,10 @@ IMPLEMENTATIONS = (
         "fla",
         _fla,
         forward_backward=_fla_forward_backward,
+        training_forward=_fla_training_forward,
+        compiler="triton",
         environment=(("FLA_FLASH_QLA", "0"),),
-        compiles=True,
+        compiling=(("FLA_CACHE_RESULTS", "0"),),  # what it tunes beside other processes is not to be remembered
     ),
 )
 BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}

@@ -4,6 +4,7 @@ A row is timed over one call or several: the same call on copies of its inputs, 
 memory and not from the L2 cache of the call before.
 """
 
+import gc
 import itertools
 import math
 import statistics
@@ -15,7 +16,7 @@ import torch
 GRAPH_CALLS = 10
 GRAPH_REPLAYS = 5
 EAGER_CALLS = 30
-HOST_CALLS, HOST_REPEATS = 10, 20
+HOST_CALLS, HOST_ROUNDS, HOST_SECONDS = 10, 200, 0.5
 L2_SIZES = 2  # inputs that are read in turn take at least this many times the L2 cache
 
 
@@ -84,17 +85,22 @@ def eager_ms(calls: Sequence[Callable]) -> float:
 
 
 def host_us(calls: Sequence[Callable]) -> float:
-    """Microseconds that the host spends in a call before it can go on, the least of `HOST_REPEATS` rounds.
+    """Microseconds that the host spends in a call before it can go on, the least of up to `HOST_ROUNDS` rounds.
 
-    A round is short enough for the queue of the device, so the host never waits for it.
+    A round is short enough for the queue of the device, so the host never waits for it; there are as many as fit into
+    `HOST_SECONDS`, and no garbage is collected meanwhile.
     """
     turn, rounds = itertools.cycle(calls), []
-    for _ in range(HOST_REPEATS):
+    gc.collect()
+    gc.disable()
+    end = time.perf_counter() + HOST_SECONDS
+    while not rounds or (len(rounds) < HOST_ROUNDS and time.perf_counter() < end):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(HOST_CALLS):
             next(turn)()
         rounds.append((time.perf_counter() - start) * 1e6 / HOST_CALLS)
+    gc.enable()
     torch.cuda.synchronize()
     return min(rounds)
 

@@ -1,7 +1,8 @@
 """Records: one JSON line per (run, operation, row, gates, implementation), append-only.
 
 Times are milliseconds a call: `ms` of short CUDA graph replays, `sustained_ms` of seconds of them, `eager_ms` of calls one
-behind the other without a graph; `host_us` is what the host spends in an eager call. `bound_ms` is the least that the
+behind the other without a graph; `host_us` is what the host spends in an eager call, and `launch_us` in the cheapest one that
+PyTorch has, `x.add_(1)`, which tells how quiet the machine was. `bound_ms` is the least that the
 device's measured rates `copy_tb_s` and `matrix_tflop_s` allow. Memory is in 10^6 bytes: `io_mb` of inputs and outputs,
 `peak_mb` allocated at the peak of a call, outputs included, and `extra_mb` without them. `buffers` is how many copies of
 the inputs were read in turn, `error` the relative error of the correctness gate. Of a whole layer, `layer` is its shape,
@@ -30,6 +31,7 @@ FIELDS = (
     "sustained_ms",
     "eager_ms",
     "host_us",
+    "launch_us",
     "matrix_ms",
     "rest_ms",
     "bound_ms",

@@ -4,7 +4,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-OPS = ("forward", "backward", "forward_backward")
+OPS = {  # and how to say them
+    "forward": "forward",
+    "backward": "backward",
+    "forward_backward": "forward and backward",
+    "training_forward": "forward for training",
+}
 GATES = ("bench", "zero", "decay", "trained")
 
 # Uneven lengths behind the names of FlashQLA's own benchmark.
@@ -68,7 +73,10 @@ ROW_SETS = {
         "16,48:1x32768",
         *(f"16,64:{seqs}" for seqs in ("1x32768", "8192x4", "1x2048", "1024x8", "28672+4096")),
     ),
-    "backward": ("16,32:1x32768", "16,32:8192_8seq", "16,32:8192_4seq", "2,4:1x32768", "16,64:1x8192"),
+    "backward": (
+        *("16,32:1x32768", "16,32:8192_8seq", "16,32:8192_4seq", "2,4:1x32768", "8,16:1x32768"),
+        *("16,16:1x32768", "16,48:1x32768", "16,64:1x8192"),
+    ),
     "few": ("16,64:8192x4", "16,32:8192x4", "2,8:1x32768"),
 }
 

@@ -1,6 +1,7 @@
 """One implementation on some rows, in a process of its own: correctness gate, then times, one JSON line a row."""
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -30,14 +31,14 @@ def truth_of(op: str, d: dict) -> tuple[torch.Tensor, ...]:
     """Outputs or gradients of the float64 token recurrence."""
     exact = {name: d[name].double() for name in ("q", "k", "v", "g", "beta")}
     options = {"scale": d["scale"], "initial_state": d["h0"].double(), "cu_seqlens": d["cu_seqlens"]}
-    if op == "forward":
+    if "backward" not in op:
         return gated_delta_rule(**exact, **options)
     return gated_delta_rule_backward(**exact, do=d["do"].double(), dht=d["dht"].double(), **options)
 
 
 def gate(implementation, op: str, row: Row, gates: str) -> tuple[float, bool]:
     """Worst relative error on a shortened row, and whether every tensor is within its limit."""
-    tokens, limits = (GATE_TOKENS, OUTPUT_LIMITS) if op == "forward" else (GRADIENT_GATE_TOKENS, GRADIENT_LIMITS)
+    tokens, limits = (GRADIENT_GATE_TOKENS, GRADIENT_LIMITS) if "backward" in op else (GATE_TOKENS, OUTPUT_LIMITS)
     d = make_inputs(shortened(row, tokens), row.hk, row.hv, gates, seed=1)
     found, truth = getattr(implementation, op)(d)(), truth_of(op, d)
     errors = [relative_error(x, exact) for x, exact in zip(found, truth, strict=True)]
@@ -47,7 +48,7 @@ def gate(implementation, op: str, row: Row, gates: str) -> tuple[float, bool]:
 def measure(implementation, op: str, row: Row, gates: str, sustain: float = 0) -> dict:
     """The figures of one row; a red gate gives no times."""
     if getattr(implementation, op) is None:
-        return {"skipped": f"{implementation.name} has no {op.replace('_', ' and ')}"}
+        return {"skipped": f"{implementation.name} has no {OPS[op]}"}
     error, is_right = gate(implementation, op, row, gates)
     if not is_right:
         return {"error": error, "skipped": f"wrong: relative error {error:.2e}"}
@@ -60,6 +61,7 @@ def measure(implementation, op: str, row: Row, gates: str, sustain: float = 0) -
     figures = {
         "eager_ms": protocol.eager_ms(calls),
         "host_us": protocol.host_us(calls),
+        "launch_us": protocol.host_us([functools.partial(torch.zeros(1, device=inputs["q"].device).add_, 1)]),
         "peak_mb": peak / 1e6,
         "extra_mb": (peak - outputs) / 1e6,
         "io_mb": (input_bytes(inputs, op) + outputs) / 1e6,

@@ -57,7 +57,7 @@ def test_record_refuses_a_field_nobody_knows(tmp_path):
 
 def test_implementation_that_is_absent_is_a_row_with_its_reason(tmp_path):
     rows = [Row(2, 8, "1x64"), Row(2, 8, "1x65")]
-    found = command.run_implementation("flash-qla", rows, ["bench", "zero"], tmp_path, COMMON)
+    found = command.run_implementation(BY_NAME["flash-qla"], rows, ["bench", "zero"], tmp_path, COMMON)
     assert [(r["gates"], r["seqs"]) for r in found] == [(g, s) for g in ("bench", "zero") for s in ("1x64", "1x65")]
     assert all(r["skipped"] == "flash-qla is not installed" and "ms" not in r for r in found)
     record.append(tmp_path / "a.jsonl", found)
@@ -191,7 +191,7 @@ def test_what_a_worker_printed_before_it_died_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "_start_worker", stand_in)
     monkeypatch.setenv("PYTHONPATH", str(command.ROOT))
     rows = [Row(2, 8, "1x64"), Row(2, 8, "1x65")]
-    found = command.run_implementation("flashqla", rows, ["bench", "zero"], tmp_path, COMMON)
+    found = command.run_implementation(BY_NAME["flashqla"], rows, ["bench", "zero"], tmp_path, COMMON)
     assert [r.get("ms") for r in found] == [1.0, 1.0, 1.0, None]
     assert found[3]["skipped"] == "the process ended with code 3"
 
