@@ -1,6 +1,7 @@
-"""`python -m flashqla_hub bench-conv`: the short convolution with bias and SiLU, bf16, beside FLA's Triton kernels.
+"""`python -m flashqla_hub bench-conv`: the short convolution with bias and SiLU, bf16, beside FLA's Triton kernels
+and causal-conv1d.
 
-Both are gated by the same sum over taps in float64, and timed in one process, in turn. `ms` is of a CUDA graph whose calls
+All are gated by the same sum over taps in float64, and timed in one process, in turn. `ms` is of a CUDA graph whose calls
 read copies of the inputs that together exceed the L2 cache. In a record, `layer` names the channels and the width.
 """
 
@@ -52,7 +53,7 @@ def bench_convolution_command(
     output: Annotated[Path | None, typer.Option(help="Record file; benchmarks/results/<device>/ by default.")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit of the sources, where the checkout has no .git.")] = None,
 ) -> None:
-    """Time forward and backward of the short convolution beside FLA's; write one JSON line each."""
+    """Time forward and backward of the short convolution beside FLA's and causal-conv1d's; write one JSON line each."""
     console = Console()
     try:
         parsed = [Shape.parse(text) for text in shapes or SHAPES]

@@ -1,13 +1,19 @@
 """The benchmark's rows, records and table, without a GPU."""
 
+import gc
+import itertools
 import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
 import pytest
 import torch
 
-from flashqla_hub.bench import anchors, command, protocol, record, worker
+from flashqla_hub.bench import anchors, command, peers, protocol, record, worker
 from flashqla_hub.bench.bounds import Rates, bound_ms, row_bytes, row_flops
 from flashqla_hub.bench.inputs import copies_of, input_bytes, make_inputs
 from flashqla_hub.bench.peers import BY_NAME
@@ -65,6 +71,61 @@ def test_implementation_that_is_absent_is_a_row_with_its_reason(tmp_path):
 
 def test_our_version_is_that_of_the_kernel_not_of_its_loader():
     assert BY_NAME["flashqla"].version() == str(VERSION)
+
+
+def test_a_peer_is_found_in_the_folders_that_it_was_given_and_named_with_its_compiler(tmp_path):
+    for name, version in (("flash_qla", "7.1"), ("tilelang", "7.2")):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    (tmp_path / "flash_qla.py").write_text("")
+    peer = replace(BY_NAME["flash-qla"], folders=(str(tmp_path),))
+    assert peer.missing() is None and peer.version() == "7.1 (tilelang 7.2)"
+    assert BY_NAME["flash-qla"].missing() == "flash-qla is not installed"
+
+
+def test_folders_of_a_peer_come_before_the_others_in_its_process_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/others")
+    found = command.parse_paths([f"fla={tmp_path}:{command.ROOT}"])
+    assert found == {"fla": (str(tmp_path), str(command.ROOT))}
+    assert command.search_path(found["fla"]) == f"{tmp_path}:{command.ROOT}:/others"
+    assert command.search_path(()) == "/others"
+    assert [peer.folders for peer in command._implementations(["fla", "flashqla"], found)] == [found["fla"], ()]
+
+
+@pytest.mark.parametrize("text", ["fla", "fla=/no/such/folder", "flax=/tmp"])
+def test_a_malformed_path_is_refused_with_its_text(text):
+    with pytest.raises(ValueError, match=f"--path is '{text}'; it must be NAME=FOLDERS"):
+        command.parse_paths([text])
+
+
+def test_only_what_compiles_is_called_beforehand_and_each_row_once(tmp_path, monkeypatch):
+    started = []
+
+    def start(implementation, options, source):
+        started.append((implementation.name, options))
+        return subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(command, "_start_worker", start)
+    monkeypatch.setattr(command.os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    rows = [Row(2, 8, "1x64"), Row(2, 8, "1x65"), Row(2, 8, "1x66")]
+    implementations = [
+        replace(BY_NAME[name], module="torch") for name in ("flashqla", "flash-qla", "flashinfer", "fla")
+    ]
+    command.fill_compile_caches(implementations, "forward", rows, "zero", tmp_path, 60)
+    shares = [(name, [option for option in options if option.startswith("2,8:")]) for name, options in started]
+    assert shares == [
+        (name, share) for name in ("flash-qla", "fla") for share in (["2,8:1x64", "2,8:1x66"], ["2,8:1x65"])
+    ]
+    assert all(options[:1] == ["--compile-only"] for _, options in started)
+
+
+def test_what_is_tuned_beside_others_is_not_remembered(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(command.subprocess, "Popen", lambda *args, env, **options: seen.append(env))
+    for options in (["--compile-only"], []):
+        command._start_worker(BY_NAME["fla"], options, tmp_path)
+    assert [env.get("FLA_CACHE_RESULTS") for env in seen] == ["0", None]
+    assert all(env["FLA_FLASH_QLA"] == "0" for env in seen)
 
 
 def test_the_forward_set_is_the_rows_that_have_to_be_won():
@@ -224,6 +285,29 @@ def test_the_gate_sees_each_output_and_gradient(op, tensors, monkeypatch):
     for spoilt in range(tensors):
         error, is_right = worker.gate(Exact(spoilt, 1.05), op, row, "bench")
         assert error == pytest.approx(0.05) and not is_right
+
+
+def test_a_forward_for_training_is_held_to_the_outputs_of_a_forward(monkeypatch):
+    monkeypatch.setattr(worker, "make_inputs", partial(make_inputs, device="cpu"))
+    exact = Exact()
+    exact.training_forward = exact.forward
+    assert worker.gate(exact, "training_forward", Row(1, 2, "1x20"), "bench") == (0.0, True)
+    for work in (row_bytes, row_flops):
+        assert work(Row(1, 2, "1x64"), "training_forward") == work(Row(1, 2, "1x64"), "forward")
+
+
+def test_leaves_of_a_training_forward_want_gradients():
+    d = make_inputs((20,), 1, 2, "bench", device="cpu")
+    kept = peers._with_leaves(lambda *args, **options: (args, options), d, peers._options(d))()
+    assert all(x.requires_grad for x in (*kept[0], kept[1]["initial_state"])) and len(kept[0]) == 5
+
+
+def test_the_host_time_is_the_least_of_many_rounds(monkeypatch):
+    monkeypatch.setattr(protocol.torch.cuda, "synchronize", lambda: None)
+    waits = itertools.chain([0.004] * 15, itertools.repeat(0.0))
+    calls = [lambda: time.sleep(next(waits))]
+    assert protocol.host_us(calls) < 1000 and gc.isenabled()
+    assert protocol.host_us([lambda: time.sleep(0.06)]) >= 60000  # a single round takes longer than all may
 
 
 def test_gate_gradients_have_twice_the_room_of_the_others(monkeypatch):
