@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._ops import ops
-from ..library import BASE_ALIGNMENT, aligned
+from ..library import BASE_ALIGNMENT, aligned, call_op, narrow_indices
 
 VECTOR = 8  # channels that lie side by side
 
@@ -27,7 +27,8 @@ def forward(
     """
     weight, bias = _weights(x, weight, bias)
     turned = x.transpose(1, 2)
-    return ops.sm90_causal_conv1d_fwd(
+    return call_op(
+        ops.sm90_causal_conv1d_fwd,
         turned if normed_channels == 0 and _has_token_runs(x) else _rows(turned),
         weight,
         bias,
@@ -51,7 +52,8 @@ def backward(
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx [B, T, D], dweight, dbias and the gradient of the initial states in the dtypes of their inputs; empty for None."""
     narrow, narrow_bias = _weights(x, weight, bias)
-    dx, dweight, dbias, dinitial = ops.sm90_causal_conv1d_bwd(
+    dx, dweight, dbias, dinitial = call_op(
+        ops.sm90_causal_conv1d_bwd,
         _rows(x.transpose(1, 2)),
         _rows(dy),
         narrow,
@@ -74,7 +76,8 @@ def update(
 ) -> Tensor:
     """y [B, T, D] of x [B, D, T]; moves the states on in place."""
     weight, bias = _weights(x, weight, bias)
-    y = ops.sm90_causal_conv1d_update(x, conv_state, weight, bias, aligned(conv_state_indices), silu)
+    indices = narrow_indices(conv_state_indices, conv_state.shape[0])
+    y = call_op(ops.sm90_causal_conv1d_update, x, conv_state, weight, bias, indices, silu)
     torch.autograd.graph.increment_version(conv_state)
     return y
 

@@ -60,6 +60,8 @@ def forward_directly(
         o, final_state = sm90_path.call(
             q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
         )
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # the caller goes the checked way, where the same error is raised again if no rule explains it
         return None
     return o, final_state if output_final_state else None

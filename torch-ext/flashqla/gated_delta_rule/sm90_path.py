@@ -5,7 +5,7 @@ from typing import Optional, Tuple
 from torch import Tensor
 
 from .._ops import ops
-from ..library import BASE_ALIGNMENT, aligned
+from ..library import BASE_ALIGNMENT, aligned, call_op
 from .plan import PLANS
 
 ROW_ALIGNMENT = 8  # elements of 16 bits in the 16 bytes that a tile load aligns to
@@ -47,7 +47,8 @@ def call(
         initial_state = initial_state.contiguous()
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
-    o, final_state, _ = ops.sm90_gated_delta_rule_fwd(
+    o, final_state, _ = call_op(
+        ops.sm90_gated_delta_rule_fwd,
         _loadable(q),
         _loadable(k),
         _loadable(v),
@@ -88,7 +89,8 @@ def backward(
         cu_seqlens = cu_seqlens.contiguous()
     if dht is not None:
         dht = dht.contiguous()
-    dq, dk, dv, dg, dbeta, dh0 = ops.sm90_gated_delta_rule_bwd(
+    dq, dk, dv, dg, dbeta, dh0 = call_op(
+        ops.sm90_gated_delta_rule_bwd,
         _loadable(q),
         _loadable(k),
         _loadable(v),
