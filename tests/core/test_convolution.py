@@ -260,17 +260,17 @@ def test_no_tokens_give_parameters_a_gradient_of_zero(kernel, shape, with_bias):
         assert torch.equal(grad, torch.zeros_like(leaf))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("dtype", "outside"), [(torch.int32, -1), (torch.int32, 6), (torch.int64, 2**32 + 1)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 9])
-def test_rows_of_an_update_take_their_states_by_index(kernel, dtype, tokens):
+def test_rows_of_an_update_take_their_states_by_index(kernel, dtype, outside, tokens):
     """Rows without a state give 0, and states that nobody names stay."""
     x, weight, bias, _ = example(batch=4, tokens=tokens)
     pool = signed((6, 3, 5), 1001)
-    before, indices = pool.clone(), torch.tensor([4, -1, 0, 5], dtype=dtype)
+    before, indices = pool.clone(), torch.tensor([4, outside, 0, 5]).to(dtype)
     y = kernel.causal_conv1d_update(x, pool, weight, bias, "silu", conv_state_indices=indices)
     expected = before.clone()
     for row, slot in enumerate(indices.tolist()):
-        if slot < 0:
+        if not 0 <= slot < 6:
             assert not y[row].any()
             continue
         state = before[slot : slot + 1].clone()

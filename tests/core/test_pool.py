@@ -51,7 +51,7 @@ def test_a_pool_equals_states_passed_one_by_one(kernel, bounds, index_dtype):
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 2, 4, 4]], ids=["dense", "packed"])
-@pytest.mark.parametrize("outside", [-1, -7, 6, 1000])
+@pytest.mark.parametrize("outside", [-1, -7, 6, 1000, 2**32 + 1])
 def test_a_sequence_outside_the_pool_is_skipped(kernel, bounds, outside):
     """Its outputs are 0 whatever its inputs are, and so are those of tokens that no sequence has."""
     problem, pool = make(bounds, batch=1 if bounds else 3)

@@ -88,7 +88,7 @@ def causal_conv1d_update(
         conv_state: [B, D, S] with S >= W - 1, the last tokens; afterwards it ends with x.
         weight, bias, activation: as in `causal_conv1d_fn`.
         conv_state_indices: [B] int32 or int64, the row of conv_state [N, D, S] that belongs to each row of x; rows of x
-            with a negative index give 0 and leave every state alone. No row may be named twice. Row b by default.
+            whose index lies outside [0, N) give 0 and leave every state alone. No row may be named twice. Row b by default.
 
     Returns:
         y, in the shape and dtype of x.
@@ -102,8 +102,9 @@ def causal_conv1d_update(
     validation.check_state_indices(tokens, conv_state, conv_state_indices, weight.shape[1])
     unsupported = capability.explain_unsupported_update(tokens, conv_state, weight, bias)
     if unsupported is None:
-        indices = None if conv_state_indices is None else conv_state_indices.to(torch.int32)
-        y = autograd.update(tokens, conv_state, weight, bias, indices, activation is not None).transpose(1, 2)
+        y = autograd.update(tokens, conv_state, weight, bias, conv_state_indices, activation is not None).transpose(
+            1, 2
+        )
         return y.squeeze(-1) if x.dim() == 2 else y
     if x.is_cuda:
         notice_torch_path("causal_conv1d_update", unsupported)

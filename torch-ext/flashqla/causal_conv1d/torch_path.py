@@ -81,7 +81,8 @@ def update(
     if conv_state_indices is None:
         rows = conv_state
     else:
-        is_used, slot = (conv_state_indices >= 0), conv_state_indices.clamp(min=0).long()
+        is_used = (conv_state_indices >= 0) & (conv_state_indices < conv_state.shape[0])
+        slot = torch.where(is_used, conv_state_indices, 0).long()
         rows = conv_state[slot]
     extended = torch.cat([rows.to(x.dtype), x], dim=-1)
     out = convolve(extended, weight, bias, activation, x.shape[2])
