@@ -30,7 +30,8 @@ def copy_on_another_device():
     copy(device=3)
     [launch] = launches()
     shared_memory = cuda_fake().fake_max_shared_memory(b"cluster_copy_kernel", 3)
-    return launch.stream, launch.context, torch_fake().fake_current_device(), shared_memory
+    carveout = cuda_fake().fake_carveout(b"cluster_copy_kernel", 3)
+    return launch.stream, launch.context, torch_fake().fake_current_device(), shared_memory, carveout
 
 
 def fail_on_another_device():
@@ -99,9 +100,10 @@ def test_launches_go_to_the_current_stream(stand_in_process):
 
 
 def test_launches_go_to_the_device_of_the_tensors_and_the_callers_device_returns(stand_in_process):
-    stream, context, device, shared_memory = stand_in_process.run(copy_on_another_device)
+    stream, context, device, shared_memory, carveout = stand_in_process.run(copy_on_another_device)
     assert (stream, context, device) == (33, 1003, 1)
     assert shared_memory == 0, "16 KiB need no permission"
+    assert carveout == 100, "16 KiB a block limit the blocks of an SM"
 
 
 def test_the_callers_device_returns_after_an_error(stand_in_process):

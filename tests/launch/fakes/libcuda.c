@@ -41,7 +41,7 @@ typedef struct {
 
 typedef struct {
   char name[64];
-  int sizes[MAX_ARGUMENTS], argument_count, max_shared_memory[8];
+  int sizes[MAX_ARGUMENTS], argument_count, max_shared_memory[8], carveout[8];
 } Kernel;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -75,6 +75,7 @@ void fake_describe_kernel(const char* name, int argument_count, const int* sizes
 }
 
 int fake_max_shared_memory(const char* name, int device) { return find_kernel(name)->max_shared_memory[device]; }
+int fake_carveout(const char* name, int device) { return find_kernel(name)->carveout[device]; }
 
 // ---- the driver
 
@@ -101,9 +102,9 @@ int cuLibraryGetKernel(void** kernel, void* library, const char* name) {
 int cuKernelGetFunction(void** function, void* kernel) { return *function = kernel, 0; }
 
 int cuKernelSetAttribute(int attribute, int value, void* kernel, int device) {
-  if (attribute != 8 || value > 227 * 1024) return 1;
-  ((Kernel*)kernel)->max_shared_memory[device] = value;
-  return 0;
+  if (attribute == 8 && value <= 227 * 1024) return ((Kernel*)kernel)->max_shared_memory[device] = value, 0;
+  if (attribute == 9 && value <= 100) return ((Kernel*)kernel)->carveout[device] = value, 0;
+  return 1;
 }
 
 int cuTensorMapEncodeTiled(void* map, int dtype, uint32_t rank, void* address, const uint64_t* dims,

@@ -7,6 +7,8 @@ namespace {
 
 constexpr int SM90 = 90;
 constexpr int DEFAULT_SHARED_MEMORY = 48 * 1024;  // beyond it a kernel must ask, CUDA C++ Programming Guide 16.7.3
+constexpr int LARGE_SHARED_MEMORY = 16 * 1024;    // from here on it limits how many blocks an SM holds
+constexpr int WHOLE_SHARED_MEMORY = 100;          // percent of what an SM can give, and the same for kernels that overlap
 constexpr int64_t MAX_GRID_X = INT32_MAX, MAX_GRID_YZ = 65535;
 constexpr int TMA_ALIGNMENT = 16;                     // bytes, of the address and of every stride but the first
 constexpr int64_t MAX_TMA_SIZE = int64_t(1) << 32;    // elements
@@ -40,6 +42,11 @@ void Kernel::prepare(const DeviceScope& scope) {
   if (traits_.dynamic_shared_memory > DEFAULT_SHARED_MEMORY) {
     cuda::check(driver.kernel_set_attribute(cuda::FUNCTION_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                             traits_.dynamic_shared_memory, handle_, device.handle),
+                name_);
+  }
+  if (traits_.dynamic_shared_memory >= LARGE_SHARED_MEMORY) {
+    cuda::check(driver.kernel_set_attribute(cuda::FUNCTION_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+                                            WHOLE_SHARED_MEMORY, handle_, device.handle),
                 name_);
   }
   cuda::Function function;  // asking for it loads the code now and not lazily, perhaps inside a graph capture
