@@ -14,6 +14,7 @@ CHUNK = 64  # tokens of a step
 HEAD_DIM = 128  # K = V
 VALUE_TILE = 64  # value rows of a state warpgroup: the M of a wgmma
 SOLVE_BLOCK = 16  # edge of a block of the chunk's triangular system: the M and K of an mma.sync
+LEAF = 8  # edge of a block that is solved by substitution
 
 REGISTER_FILE = 64 * 1024  # 32-bit registers of an SM
 REGISTER_STEP = 8  # setmaxnreg takes multiples of it
@@ -130,9 +131,9 @@ class FactorLayout:
 
     sides: int = 2  # value heads in flight
     warps_per_side: int = 2
-    blocks_per_sm: int = 4
+    blocks_per_sm: int = 6
     row_padding: int = 8  # halves: rows of 144 bytes put the eight rows of a matrix load in different banks
-    block_padding: int = 4  # floats: rows of 80 bytes, and the room to shift every other block by 16 (see `skew`)
+    leaf_padding: int = 8  # floats: the four leaves that a warp reads lie in different banks
 
     @property
     def threads(self) -> int:
@@ -142,9 +143,9 @@ class FactorLayout:
         """Bytes of all tiles, before alignment."""
         keys = CHUNK * HEAD_DIM * BYTES[dtype]
         square = CHUNK * (CHUNK + self.row_padding) * BYTES["float16"]
-        blocks = CHUNK * (SOLVE_BLOCK + self.block_padding) * BYTES["float32"]
+        leaves = CHUNK // LEAF * (LEAF * LEAF + self.leaf_padding) * BYTES["float32"]
         gates = 2 * self.sides * (CHUNK * (4 * BYTES["float32"] + BYTES["float16"]) + BYTES["int32"])
-        return keys + (1 + self.sides) * square + blocks + 2 * CHUNK * BYTES["float32"] + gates
+        return keys + square + leaves + 2 * CHUNK * BYTES["float32"] + gates
 
 
 RECURRENCE = RecurrenceLayout()

@@ -20,13 +20,17 @@ Writes       operand [slots, HV, C, C] · decay [slots, HV, C] f32, G in log2 ·
 Blocks       slots * H: a chunk slot and key head each, if the slot has a chunk; then ZERO_BLOCKS: rows of o and flags in turn
 
 Threads                           per block                per pair of value heads
-warp 0 (part 0 of side 0)         loads the keys           half of the solve and of the operand of head 2 i
-warp 1 (part 1 of side 0)         gates of head 0          the other half, then the gates of head 2 i + 2
+warp 0 (part 0 of side 0)         loads the keys           head 2 i: X[:32, :32], X[32:48, :32]
+warp 1 (part 1 of side 0)         gates of head 0          X[32:, 32:], X[48:, :32], and the gates of head 2 i + 2
 warps 2, 3 (side 1)               gates of head 1          the same of head 2 i + 1
+all                               K K^T
+
+A solve lies where the keys were and becomes the operand there, so that six blocks fit in an SM: half of a block's life is
+waiting for its offsets, keys and products, and only other blocks fill it (docs/design/2026-11-29-factor.md).
 
 Barrier       set by        waited on by     arrivals
 key_ready     warp 0        all              1
-1 + side      named: the two warps of a side, between the steps of the solve
+1 + side      named: the two warps of a side, before and after X[32:, :32]
 """
 
 import tilelang.language as T
@@ -37,6 +41,7 @@ from ._sm90 import (
     FACTOR,
     HEAD_DIM,
     L2NORM_EPS,
+    LEAF,
     MISSING,
     SOLVE_BLOCK,
     STRONGEST_GATE,
@@ -45,7 +50,7 @@ from ._sm90 import (
     WARP,
     WRITE_SLACK,
 )
-from ._solve import invert_block, join_blocks, join_row, skew
+from ._solve import HALF, invert_leaf, join_blocks, join_leaves, join_row, load_left
 from ._tile import Group, arrive, fraction, is_factored, linear, wait
 
 LOG2_E = 1.4426950408889634
@@ -59,16 +64,18 @@ LINES = WARP // EIGHT  # rows of 128 bytes that a warp writes at once
 
 
 class Tiles(Group):
-    """Shared memory: the keys, K K^T as float16 and its diagonal blocks, one solve a side, gates of two rounds."""
+    """Shared memory: the keys, K K^T as float16 and its leaves in float32, gates of two rounds.
+
+    Once K K^T is there, the keys' place takes X as float16 and then the operand, those of side s in columns 64 s to 64 s + 63.
+    """
 
     suffix = "_smem"
 
     def __init__(self, dtype):
-        padded, gates = CHUNK + FACTOR.row_padding, (2, SIDES, CHUNK)
+        padding, gates = FACTOR.row_padding, (2, SIDES, CHUNK)
         self.k = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
-        self.kk = T.alloc_shared((CHUNK, padded), "float16")
-        self.kk_columns = T.alloc_shared((CHUNK, SOLVE_BLOCK + FACTOR.block_padding), "float32")
-        self.solve = [T.alloc_shared((CHUNK, padded), "float16") for _ in range(SIDES)]
+        self.kk = T.alloc_shared((CHUNK, CHUNK + padding), "float16")
+        self.leaves = T.alloc_shared((CHUNK // LEAF, LEAF * LEAF + FACTOR.leaf_padding), "float32")
         self.norm = T.alloc_shared((CHUNK,), "float32")
         self.squares = T.alloc_shared((CHUNK,), "float32")  # of the (normalised) keys
         self.beta = T.alloc_shared(gates, "float32")
@@ -77,6 +84,16 @@ class Tiles(Group):
         self.row_decay = T.alloc_shared(gates, "float32")
         self.column_scale = T.alloc_shared(gates, "float32")
         self.factored = T.alloc_shared((2, SIDES), "int32")
+
+
+@T.macro
+def find_chunk(place, cu_words, words_per_entry, dense_length, sequences, tokens, slot, lane):
+    """place[0], place[1] <- first token and rows (none: <= 0) of a slot's chunk, by a warp."""
+    found, index = T.alloc_local((3,), "int32"), T.alloc_var("int32")
+    find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, CHUNK, lane)
+    index = slot - T.truncdiv(found[1], CHUNK) - found[0]
+    place[0] = found[1] + index * CHUNK
+    place[1] = T.Select(index < 0, 0, T.min(CHUNK, found[2] - place[0]))
 
 
 @T.macro
@@ -120,27 +137,45 @@ def sum_gates(dtype, t, buffer, side, gate, strength, decay, slot, head, rows, l
         t.factored[buffer, side] = factored
 
 
+def place_of_leaf_entry(row, column):
+    """Thread and register of the leaves' entries: those of a wgmma accumulator's diagonal."""
+    return (row // SOLVE_BLOCK) * WARP + (row % LEAF) * 4 + column // 2, (row // LEAF % 2) * 2 + column % 2
+
+
 @T.macro
-def multiply_keys(t, KK, use_l2norm, thread):
-    """K K^T to shared memory: normalised if asked, as float16, and its diagonal blocks transposed in float32."""
-    if thread < CHUNK:
-        t.norm[thread] = 1.0
+def take_diagonal(KK, square):
+    """square <- the 8-blocks of K K^T on the diagonal; selected rather than indexed, which would put KK into memory."""
+    for block in T.unroll(CHUNK // SOLVE_BLOCK):
+        for a, c in T.Parallel(CHUNK, LEAF):
+            entry = KK[a, block * SOLVE_BLOCK + (a // LEAF % 2) * LEAF + c]
+            square[a, c] = T.Select(a // SOLVE_BLOCK == block, entry, square[a, c])
+
+
+@T.macro
+def multiply_keys(t, KK, square, use_l2norm, thread):
+    """K K^T on and below its diagonal to shared memory: normalised if asked, as float16, and its leaves in float32.
+
+    A warp holds the 16 rows of a block row; conditions on a // SOLVE_BLOCK are the same for all its lanes.
+    """
+    T.clear(square)
+    take_diagonal(KK, square)
     if use_l2norm != 0:
-        T.sync_threads()
-        for a, c in T.Parallel(CHUNK, CHUNK):
-            if a // SOLVE_BLOCK == c // SOLVE_BLOCK:
-                if a == c:
-                    t.norm[a] = T.rsqrt(KK[a, c] + L2NORM_EPS)
+        for a, c in T.Parallel(CHUNK, LEAF):
+            if a % LEAF == c:
+                t.norm[a] = T.rsqrt(square[a, c] + L2NORM_EPS)
         T.sync_threads()
         for a, c in T.Parallel(CHUNK, CHUNK):
             KK[a, c] *= t.norm[a] * t.norm[c]
+        take_diagonal(KK, square)
+    else:
+        if thread < CHUNK:
+            t.norm[thread] = 1.0
     for a, c in T.Parallel(CHUNK, CHUNK):
         t.kk[a, c] = T.cast(KK[a, c], "float16")
-    for a, c in T.Parallel(CHUNK, CHUNK):
-        if a // SOLVE_BLOCK == c // SOLVE_BLOCK:
-            t.kk_columns[c, a % SOLVE_BLOCK + skew(c // SOLVE_BLOCK)] = KK[a, c]
-            if a == c:
-                t.squares[a] = KK[a, c]
+    for a, c in T.Parallel(CHUNK, LEAF):
+        t.leaves[a // LEAF, (a % LEAF) * LEAF + c] = square[a, c]
+        if a % LEAF == c:
+            t.squares[a] = square[a, c]
 
 
 @T.macro
@@ -177,65 +212,130 @@ def clear_flags(ready, segment_rows, part, thread):
 
 
 @T.macro
-def write_row(dtype, t, tile, scale, operand, slot, head, row, column):
-    """Eight entries of a row of the operand."""
-    entry, out = T.alloc_local((EIGHT,), "float16"), T.alloc_local((EIGHT,), dtype)
-    row_norm = T.alloc_var("float32")
-    row_norm = t.norm[row]
-    for e in T.vectorized(EIGHT):
-        entry[e] = tile[row, column + e]
-    for e in T.unroll(EIGHT):
-        out[e] = T.cast(T.cast(entry[e], "float32") * scale[e] * row_norm, dtype)
-    for e in T.vectorized(EIGHT):
-        operand[slot, head, row, column + e] = out[e]
+def scale_factored(dtype, t, buffer, side, values, sign, norms, row, column, lane):
+    """sign * values, the 16 x 16 block of X at (row, column) in an mma's registers, scaled, to its place in the operand."""
+    scale = T.alloc_local((2,), "float32")
+    for half in T.unroll(2):
+        at = column + half * 8 + (lane % 4) * 2
+        for e in T.vectorized(2):
+            scale[e] = t.column_scale[buffer, side, at + e]
+        for lower in T.unroll(2):
+            for e in T.vectorized(2):
+                t.k[row + lane // 4 + lower * 8, side * CHUNK + at + e] = T.cast(
+                    sign * values[half * 4 + lower * 2 + e] * scale[e] * norms[lower], dtype
+                )
 
 
 @T.macro
-def write_operand(dtype, t, buffer, side, tile, operand, slot, head, part, lane):
-    """Half of the operand's rows, in whole lines of 128 bytes: shorter segments made the L1 the bottleneck."""
-    column = (lane % EIGHT) * EIGHT
-    top = part * (CHUNK // 2) + lane // EIGHT
-    scale, strength = T.alloc_local((EIGHT,), "float32"), T.alloc_local((EIGHT,), "float32")
-    decays = T.alloc_local((EIGHT,), "float32")
+def scale_pairwise(dtype, t, buffer, side, values, sign, norms, row, column, lane):
+    """The same of a chunk that is not factored."""
+    scale, decays = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
+    since = T.alloc_var("float32")
+    for half in T.unroll(2):
+        at = column + half * 8 + (lane % 4) * 2
+        for e in T.vectorized(2):
+            decays[e] = t.decay[buffer, side, at + e]
+        for lower in T.unroll(2):
+            own = row + lane // 4 + lower * 8
+            for e in T.unroll(2):
+                since = T.Select(own >= at + e, t.row_decay[buffer, side, own] - decays[e], VANISHING)
+                scale[e] = t.beta[buffer, side, at + e] * T.exp2(since) * norms[lower]
+            for e in T.vectorized(2):
+                t.k[own, side * CHUNK + at + e] = T.cast(sign * values[half * 4 + lower * 2 + e] * scale[e], dtype)
+
+
+@T.macro
+def load_block(X, row, column, values, lane):
+    """A 16 x 16 block of X, in an mma's registers."""
+    entries = T.alloc_local((8,), "float16")
+    load_left(X, row, column, lane, entries)
+    for e in T.unroll(8):
+        values[e] = T.cast(entries[e], "float32")
+
+
+@T.macro
+def load_norms(t, row, norms, lane):
+    """1 / |k| of the two rows of a block that a lane holds."""
+    for lower in T.unroll(2):
+        norms[lower] = t.norm[row + lane // 4 + lower * 8]
+
+
+@T.macro
+def scale_own_blocks(dtype, t, X, buffer, side, part, lane):
+    """Rows 32 part to 32 part + 31 of X, of their own three blocks, in place."""
+    values, norms = T.alloc_local((8,), "float32"), T.alloc_local((2,), "float32")
+    first, token, middle = side * CHUNK, part * HALF, part * HALF + SOLVE_BLOCK
+    load_norms(t, token, norms, lane)
+    load_block(X, token, first + token, values, lane)
     if t.factored[buffer, side] != 0:
-        for e in T.vectorized(EIGHT):
-            scale[e] = t.column_scale[buffer, side, column + e]
-        for turn in T.unroll(CHUNK // 2 // LINES):
-            write_row(dtype, t, tile, scale, operand, slot, head, top + turn * LINES, column)
+        scale_factored(dtype, t, buffer, side, values, 1.0, norms, token, token, lane)
+        load_norms(t, middle, norms, lane)
+        load_block(X, middle, first + token, values, lane)
+        scale_factored(dtype, t, buffer, side, values, 1.0, norms, middle, token, lane)
+        load_block(X, middle, first + middle, values, lane)
+        scale_factored(dtype, t, buffer, side, values, 1.0, norms, middle, middle, lane)
     else:
-        for e in T.vectorized(EIGHT):
-            strength[e] = t.beta[buffer, side, column + e]
-        for e in T.vectorized(EIGHT):
-            decays[e] = t.decay[buffer, side, column + e]
-        for turn in T.serial(CHUNK // 2 // LINES):
-            row = top + turn * LINES
-            for e in T.unroll(EIGHT):
-                since = T.Select(row >= column + e, t.row_decay[buffer, side, row] - decays[e], VANISHING)
-                scale[e] = strength[e] * T.exp2(since)
-            write_row(dtype, t, tile, scale, operand, slot, head, row, column)
+        scale_pairwise(dtype, t, buffer, side, values, 1.0, norms, token, token, lane)
+        load_norms(t, middle, norms, lane)
+        load_block(X, middle, first + token, values, lane)
+        scale_pairwise(dtype, t, buffer, side, values, 1.0, norms, middle, token, lane)
+        load_block(X, middle, first + middle, values, lane)
+        scale_pairwise(dtype, t, buffer, side, values, 1.0, norms, middle, middle, lane)
 
 
 @T.macro
-def solve_head(dtype, t, buffer, side, tile, operand, bound, segment_rows, slot, head, part, lane):
-    """The solve of one value head by the two warps of a side, and the operand from it."""
-    invert_block(t.kk_columns, t.beta, buffer, side, tile, 2 * part + lane // SOLVE_BLOCK, lane % SOLVE_BLOCK)
-    T.sync_threads(1 + side, SIDE)
-    join_blocks(t.kk, tile, t.strength, buffer, side, 2 * part * SOLVE_BLOCK, lane)
-    T.sync_threads(1 + side, SIDE)
-    join_row(t.kk, tile, t.strength, buffer, side, part, lane)
-    T.sync_threads(1 + side, SIDE)
-    write_operand(dtype, t, buffer, side, tile, operand, slot, head, part, lane)
-    if part == 0:
-        if segment_rows > 0:
-            write_bound(t, buffer, side, bound, slot, head, lane)
+def scale_row(dtype, t, buffer, side, low, high, row, lane):
+    """16 rows of X[32:, :32], from `row` on; `low` and `high` are their negatives."""
+    norms = T.alloc_local((2,), "float32")
+    load_norms(t, row, norms, lane)
+    if t.factored[buffer, side] != 0:
+        scale_factored(dtype, t, buffer, side, low, -1.0, norms, row, 0, lane)
+        scale_factored(dtype, t, buffer, side, high, -1.0, norms, row, SOLVE_BLOCK, lane)
+    else:
+        scale_pairwise(dtype, t, buffer, side, low, -1.0, norms, row, 0, lane)
+        scale_pairwise(dtype, t, buffer, side, high, -1.0, norms, row, SOLVE_BLOCK, lane)
+
+
+@T.macro
+def clear_above(dtype, t, side, part, lane):
+    """Zeros above the 8-blocks on the diagonal, where no round writes, to the rows of a part."""
+    column = (lane % EIGHT) * EIGHT
+    for turn in T.unroll(HALF // LINES):
+        row = part * HALF + turn * LINES + lane // EIGHT
+        if column > row:
+            for e in T.vectorized(EIGHT):
+                t.k[row, side * CHUNK + column + e] = T.cast(0, dtype)
+
+
+@T.macro
+def store_operand(dtype, t, side, operand, slot, head, part, lane):
+    """Half of the operand's rows, in whole lines of 128 bytes: shorter segments made the L1 the bottleneck."""
+    line = T.alloc_local((EIGHT,), dtype)
+    top, column = part * HALF + lane // EIGHT, (lane % EIGHT) * EIGHT
+    for turn in T.unroll(HALF // LINES):
+        for e in T.vectorized(EIGHT):
+            line[e] = t.k[top + turn * LINES, side * CHUNK + column + e]
+        for e in T.vectorized(EIGHT):
+            operand[slot, head, top + turn * LINES, column + e] = line[e]
+
+
+@T.macro
+def meet(side):
+    """Waits for the other warp of a side. Numbers that are known: one in a register reserves all 16 of a block's, of 64."""
+    if side == 0:
+        T.sync_threads(1, SIDE)
+    else:
+        T.sync_threads(2, SIDE)
 
 
 @T.macro
 def solve_heads(
-    dtype, t, side, tile, g, beta, operand, decay, bound, segment_rows, slot, head, group, first, rows, part, lane
+    dtype, t, X, g, beta, operand, decay, bound, segment_rows, slot, head, group, first, rows, side, part, lane
 ):
     """Value heads head + side, head + side + SIDES, ... of the key head; gates are loaded a round ahead."""
     gate, strength = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
+    low, high = T.alloc_local((8,), "float32"), T.alloc_local((8,), "float32")
+    top, token = side * CHUNK, part * HALF
     for turn in T.serial(T.truncdiv(group + SIDES - 1 - side, SIDES)):
         buffer = turn % 2
         current = turn * SIDES + side
@@ -243,11 +343,24 @@ def solve_heads(
         if part == 1:
             if has_next:
                 load_gates(gate, strength, g, beta, head + current + SIDES, first, rows, lane)
-        solve_head(dtype, t, buffer, side, tile, operand, bound, segment_rows, slot, head + current, part, lane)
+        invert_leaf(t.leaves, t.beta, buffer, side, X, top, part, lane)
+        T.sync_warp()
+        join_leaves(t.kk, X, t.strength, buffer, side, top, token, lane)
+        T.sync_warp()
+        join_blocks(t.kk, X, t.strength, buffer, side, top, token, lane)
+        meet(side)
+        join_row(t.kk, X, t.strength, buffer, side, top, part, low, high, lane)
+        scale_row(dtype, t, buffer, side, low, high, HALF + part * SOLVE_BLOCK, lane)
         if part == 1:
             if has_next:
                 sum_gates(dtype, t, 1 - buffer, side, gate, strength, decay, slot, head + current + SIDES, rows, lane)
-        T.sync_threads(1 + side, SIDE)
+        meet(side)
+        scale_own_blocks(dtype, t, X, buffer, side, part, lane)
+        T.sync_warp()
+        store_operand(dtype, t, side, operand, slot, head + current, part, lane)
+        if T.And(part == 0, segment_rows > 0):
+            write_bound(t, buffer, side, bound, slot, head + current, lane)
+        T.sync_warp()
 
 
 def build_factor(dtype):
@@ -277,8 +390,11 @@ def build_factor(dtype):
         with T.Kernel(chunk_slots * key_heads + ZERO_BLOCKS, threads=FACTOR.threads) as block:
             T.annotate_min_blocks_per_sm(FACTOR.blocks_per_sm)
             t = Tiles(dtype)
-            T.annotate_layout({tile: linear(tile) for tile in [t.kk, *t.solve]})
+            T.annotate_layout({tile: linear(tile) for tile in [t.kk]})
+            X = T.view(t.k, (CHUNK, HEAD_DIM), "float16")
             KK = T.alloc_fragment((CHUNK, CHUNK), "float32")
+            square = T.alloc_fragment((CHUNK, LEAF), "float32")
+            T.annotate_layout({square: T.Fragment((CHUNK, LEAF), forward_fn=place_of_leaf_entry)})
             gate, strength = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
             key_ready = T.alloc_barrier([1])
             T.pdl_trigger()
@@ -286,16 +402,13 @@ def build_factor(dtype):
             lane, part, side = thread % WARP, (thread // WARP) % 2, thread // SIDE
             slot, key_head, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             group, first, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            found, end, index = T.alloc_local((3,), "int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            place, end = T.alloc_local((2,), "int32"), T.alloc_var("int32")
             slot, key_head = T.truncdiv(block, key_heads), T.truncmod(block, key_heads)
             group = T.truncdiv(value_heads, key_heads)
             head = key_head * group
             if slot < chunk_slots:
-                find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, CHUNK, lane)
-                first, end = found[1], found[2]
-                index = slot - T.truncdiv(first, CHUNK) - found[0]
-                first += index * CHUNK
-                rows = T.Select(index < 0, 0, T.min(CHUNK, end - first))
+                find_chunk(place, cu_words, words_per_entry, dense_length, sequences, tokens, slot, lane)
+                first, rows = place[0], place[1]
             else:
                 rows = 0
                 end = offset(cu_words, 0, words_per_entry, dense_length, tokens)
@@ -311,64 +424,38 @@ def build_factor(dtype):
                 if part == 1:
                     if side < group:
                         load_gates(gate, strength, g, beta, head + side, first, rows, lane)
-                for a, c in T.Parallel(CHUNK, CHUNK):
-                    t.solve[0][a, c] = T.cast(0, "float16")
-                    t.solve[1][a, c] = T.cast(0, "float16")
                 wait(key_ready, 0, 0)
-                if rows < CHUNK:
-                    for a, c in T.Parallel(CHUNK, HEAD_DIM):
-                        if a >= rows:
-                            t.k[a, c] = T.cast(0, dtype)
-                    T.fence_proxy_async()
-                    T.sync_threads()
                 T.wgmma_gemm(t.k, t.k, KK, transpose_B=True, clear_accum=True)
                 if part == 1:
                     if side < group:
                         sum_gates(dtype, t, 0, side, gate, strength, decay, slot, head + side, rows, lane)
                 T.wait_wgmma(0)
-                multiply_keys(t, KK, use_l2norm, thread)
+                if rows < CHUNK:
+                    for a, c in T.Parallel(CHUNK, CHUNK):
+                        KK[a, c] = T.Select(T.max(a, c) < rows, KK[a, c], 0.0)
+                multiply_keys(t, KK, square, use_l2norm, thread)
                 T.sync_threads()
+                clear_above(dtype, t, side, part, lane)
                 if thread < CHUNK:
                     key_norm[slot, key_head, thread] = t.norm[thread]
-                if side == 0:
-                    solve_heads(
-                        dtype,
-                        t,
-                        0,
-                        t.solve[0],
-                        g,
-                        beta,
-                        operand,
-                        decay,
-                        bound,
-                        segment_rows,
-                        slot,
-                        head,
-                        group,
-                        first,
-                        rows,
-                        part,
-                        lane,
-                    )
-                else:
-                    solve_heads(
-                        dtype,
-                        t,
-                        1,
-                        t.solve[1],
-                        g,
-                        beta,
-                        operand,
-                        decay,
-                        bound,
-                        segment_rows,
-                        slot,
-                        head,
-                        group,
-                        first,
-                        rows,
-                        part,
-                        lane,
-                    )
+                solve_heads(
+                    dtype,
+                    t,
+                    X,
+                    g,
+                    beta,
+                    operand,
+                    decay,
+                    bound,
+                    segment_rows,
+                    slot,
+                    head,
+                    group,
+                    first,
+                    rows,
+                    side,
+                    part,
+                    lane,
+                )
 
     return factor
