@@ -6,15 +6,23 @@ substitution in float32, then X21 = -X22 K21 B1 X11 on tensor cores. No entry di
 
 import tilelang.language as T
 
-from ._sm90 import CHUNK, SOLVE_BLOCK
-from ._solve import VECTOR, load_left, load_right, multiply, skew, store_negative
+from ._sm90 import BACKWARD_FACTOR, CHUNK, SOLVE_BLOCK
+from ._solve import VECTOR, load_left, load_right, multiply
 
 HALF = CHUNK // 2
 
 
+def skew(block):
+    """Columns by which odd blocks are shifted, so that the two blocks that a warp reads lie in different banks."""
+    return BACKWARD_FACTOR.block_padding * (block % 2)
+
+
 @T.macro
 def invert_block(columns, beta, buffer, side, tile, block, column):
-    """Column `column` of a diagonal block of X, by one thread; `columns` as in `_solve.invert_block`."""
+    """Column `column` of a diagonal block of X, by one thread.
+
+    `columns` holds the diagonal blocks of K in float32, transposed, so that a step reads what the known entry acts on.
+    """
     entries, x = T.alloc_local((SOLVE_BLOCK,), "float32"), T.alloc_local((SOLVE_BLOCK,), "float32")
     strength, written = T.alloc_local((SOLVE_BLOCK,), "float32"), T.alloc_var("float32")
     top = block * SOLVE_BLOCK
@@ -32,6 +40,16 @@ def invert_block(columns, beta, buffer, side, tile, block, column):
             x[i] += entries[i] * written
     for i in T.unroll(SOLVE_BLOCK):
         tile[top + i, top + column] = T.cast(x[i], "float16")
+
+
+@T.macro
+def store_negative(accumulator, tile, row, column, lane):
+    """-accumulator to the 16 x 16 block of `tile` at (row, column)."""
+    for pair in T.unroll(4):
+        for e in T.vectorized(2):
+            tile[row + lane // 4 + (pair % 2) * 8, column + (pair // 2) * 8 + (lane % 4) * 2 + e] = T.cast(
+                -accumulator[pair * 2 + e], "float16"
+            )
 
 
 @T.macro

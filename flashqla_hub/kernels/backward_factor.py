@@ -27,7 +27,7 @@ token_ready   warp 0        all              1
 
 import tilelang.language as T
 
-from ._error_solve import invert_block, join_blocks, join_row
+from ._error_solve import invert_block, join_blocks, join_row, skew
 from ._sm90 import (
     BACKWARD_FACTOR,
     CHUNK,
@@ -52,7 +52,6 @@ from ._sm90 import (
     VANISHING,
     WARP,
 )
-from ._solve import skew
 from ._tile import Group, arrive, linear, wait
 from .factor import EIGHT, LINES, LOG2_E, load_gates
 
@@ -72,7 +71,7 @@ class Tiles(Group):
         self.q = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
         self.kk = T.alloc_shared((CHUNK, padded), "float16")
         self.qk = T.alloc_shared((CHUNK, padded), "float16")
-        self.kk_columns = T.alloc_shared((CHUNK, SOLVE_BLOCK + FACTOR.block_padding), FLOAT32)
+        self.kk_columns = T.alloc_shared((CHUNK, SOLVE_BLOCK + BACKWARD_FACTOR.block_padding), FLOAT32)
         self.solve = [T.alloc_shared((CHUNK, padded), "float16") for _ in range(SIDES)]
         self.norms = T.alloc_shared((NORM_VECTORS, CHUNK), FLOAT32)
         self.beta = T.alloc_shared(gates, FLOAT32)
