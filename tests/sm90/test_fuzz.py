@@ -16,7 +16,7 @@ from tests.core.drawn_calls import Call, Convolution, Norm, Ranges, calls, convo
 from tests.core.inputs import GRADIENTS, TENSORS, Outcome, Problem, solve
 from tests.core.test_fuzz import ALLOWED, SLOW_IS_FINE, assert_near, check_convolution, check_norm, check_steps
 
-from .chunk_form import chunk_form
+from .chunk_form import chunk_form, chunk_form_gradients
 
 HAS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not HAS_SM90, reason="there is no SM90 GPU")]
@@ -65,34 +65,34 @@ def check(kernel, call: Call, expected: Outcome) -> None:
 
 
 def yardstick(problem: Problem) -> Outcome:
-    """The chunk form with rounded operands on every sequence, differentiated by autograd."""
-    exact = problem.map(lambda x: x.detach())
-    leaves = {name: getattr(exact, name).requires_grad_() for name in TENSORS}
-    if exact.initial_state is not None:
-        leaves["initial_state"] = exact.initial_state.requires_grad_()
-    scale = exact.k.shape[3] ** -0.5 if exact.scale is None else exact.scale
-    outputs, states = [], []
-    tokens = exact.v.shape[1]
-    spans = [(b, 0, tokens) for b in range(exact.v.shape[0])]
-    if exact.cu_seqlens is not None:
-        spans = [(0, start, stop) for start, stop in pairwise(exact.cu_seqlens.tolist())]
+    """The chunk form with rounded operands on every sequence, and its backward."""
+    scale = problem.k.shape[3] ** -0.5 if problem.scale is None else problem.scale
+    tokens = problem.v.shape[1]
+    spans = [(b, 0, tokens) for b in range(problem.v.shape[0])]
+    if problem.cu_seqlens is not None:
+        spans = [(0, start, stop) for start, stop in pairwise(problem.cu_seqlens.tolist())]
+    zeros = torch.zeros(len(spans), problem.v.shape[2], problem.k.shape[3], problem.v.shape[3], device=problem.v.device)
+    initial, dht = (zeros if x is None else x for x in (problem.initial_state, problem.dht))
+    options = {"scale": scale, "l2norm": problem.use_qk_l2norm}
+    rows, states = [], []
     for n, (b, start, stop) in enumerate(spans):
-        o, state = chunk_form(
-            *(getattr(exact, name)[b, start:stop] for name in TENSORS),
-            scale=scale,
-            initial_state=None if exact.initial_state is None else exact.initial_state[n],
-            l2norm=exact.use_qk_l2norm,
-        )
-        outputs.append(o)
-        states.append(state)
-    behind = [] if exact.cu_seqlens is None else [torch.zeros_like(exact.v[0, spans[-1][2] :])]
-    o = torch.cat([*outputs, *behind]).view_as(exact.v)
-    state = torch.stack(states)
-    loss = (o.double() * exact.do.double()).sum()
-    if exact.dht is not None:
-        loss = loss + (state.double() * exact.dht.double()).sum()
-    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return Outcome(o.detach(), state.detach(), **dict(zip(GRADIENTS, grads, strict=False)))
+        part = [getattr(problem, name)[b, start:stop].detach() for name in (*TENSORS, "do")]
+        o, state = chunk_form(*part[:-1], initial_state=initial[n], **options)
+        *grads, dh0 = chunk_form_gradients(*part[:-1], initial[n], part[-1], dht[n], **options)
+        rows.append((o, *grads))
+        states.append((state, dh0))
+    places = (getattr(problem, name) for name in ("v", *TENSORS))
+    o, *grads = (joined(parts, place) for parts, place in zip(zip(*rows, strict=True), places, strict=True))
+    state, dh0 = (torch.stack(parts) for parts in zip(*states, strict=True))
+    return Outcome(o, state, **dict(zip(GRADIENTS, (*grads, dh0), strict=True)))
+
+
+def joined(parts: list[Tensor], place: Tensor) -> Tensor:
+    """Rows of all sequences in the shape of `place`, and zeros behind them."""
+    together = torch.cat(parts)
+    rows = together.new_zeros(place.flatten(0, 1).shape)
+    rows[: len(together)] = together
+    return rows.view(place.shape)
 
 
 @SLOW_IS_FINE
