@@ -173,9 +173,11 @@ def fill_compile_caches(
     deadline = time.monotonic() + seconds
     for process in processes:
         try:
-            process.communicate(timeout=max(1, deadline - time.monotonic()))
+            output, _ = process.communicate(timeout=max(1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
+            continue
+        sys.stdout.writelines(f"{line}\n" for line in output.splitlines() if '"skipped"' in line)
 
 
 def _start_worker(implementation: Implementation, options: list[str], source: Path) -> subprocess.Popen:

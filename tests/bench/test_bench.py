@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+import types
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -13,7 +14,7 @@ from functools import partial
 import pytest
 import torch
 
-from flashqla_hub.bench import anchors, command, peers, protocol, record, worker
+from flashqla_hub.bench import anchors, bounds, command, peers, protocol, record, worker
 from flashqla_hub.bench.bounds import Rates, bound_ms, row_bytes, row_flops
 from flashqla_hub.bench.inputs import copies_of, input_bytes, make_inputs
 from flashqla_hub.bench.peers import BY_NAME
@@ -302,12 +303,51 @@ def test_leaves_of_a_training_forward_want_gradients():
     assert all(x.requires_grad for x in (*kept[0], kept[1]["initial_state"])) and len(kept[0]) == 5
 
 
+def test_a_rate_is_that_of_the_fastest_round(monkeypatch):
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            pass
+
+        def elapsed_time(self, other):
+            return next(times)
+
+    times = iter([6.0, 3.0, *[9.0] * bounds.ROUNDS])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(bounds, "REST_SECONDS", 0)
+    called = []
+    assert bounds.least_ms(lambda: called.append(0)) == 3.0 / bounds.CALLS
+    assert len(called) == 1 + bounds.ROUNDS * bounds.CALLS
+
+
+def test_a_tuner_that_only_compiles_calls_each_candidate_once(monkeypatch):
+    testing = types.SimpleNamespace(do_bench=None)
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(testing=testing))
+    monkeypatch.setitem(sys.modules, "triton.testing", testing)
+    worker.tune_nothing()
+    called = []
+    assert testing.do_bench(lambda: called.append(0), quantiles=(0.5, 0.2, 0.8)) == (0.0, 0.0, 0.0) and called == [0]
+
+
 def test_the_host_time_is_the_least_of_many_rounds(monkeypatch):
     monkeypatch.setattr(protocol.torch.cuda, "synchronize", lambda: None)
     waits = itertools.chain([0.004] * 15, itertools.repeat(0.0))
     calls = [lambda: time.sleep(next(waits))]
     assert protocol.host_us(calls) < 1000 and gc.isenabled()
     assert protocol.host_us([lambda: time.sleep(0.06)]) >= 60000  # a single round takes longer than all may
+
+
+def test_the_row_itself_is_called_before_its_short_gate(monkeypatch):
+    """What tunes itself on the first call of its kind is to see the row."""
+    monkeypatch.setattr(worker, "make_inputs", partial(make_inputs, device="cpu"))
+    monkeypatch.setattr(worker, "GATE_TOKENS", 10)
+    seen, wrong = [], Exact(spoilt=0, factor=2.0)
+    wrong.forward = lambda d: seen.append(d["q"].shape[1]) or wrong._call("forward", d)
+    assert worker.measure(wrong, "forward", Row(1, 2, "1x40"), "bench")["skipped"].startswith("wrong")
+    assert seen == [40, 10]
 
 
 def test_gate_gradients_have_twice_the_room_of_the_others(monkeypatch):
