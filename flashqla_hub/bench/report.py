@@ -10,9 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from .record import read
+from .rows import OPS
 
 OURS = "flashqla"
 LABELS = {OURS: "this kernel", "flash-qla": "FlashQLA", "flashinfer": "FlashInfer", "fla": "FLA"}
+# Of single parts of a layer.
+PART_LABELS = {OURS: "this kernel", "fla": "FLA", "causal-conv1d": "causal-conv1d"}
 # Of whole layers in transformers: as it comes with FLA installed, and with FLA's convolution, norm and gates put in.
 LAYER_LABELS = {
     OURS: "this kernel",
@@ -41,13 +44,15 @@ def report_command(
     except ValueError as error:
         console.print(str(error), markup=False)
         raise typer.Exit(2) from None
-    layers, found = ([record for record in found if ("layer" in record) == is_layer] for is_layer in (True, False))
-    if layers:
-        console.print("\n".join(layer_table(layers)) + "\n", soft_wrap=True, markup=False)
+    parts, layers, found = split(found)
+    for table in (table(some) for table, some in ((parts_table, parts), (layer_table, layers)) if some):
+        console.print("\n".join(table) + "\n", soft_wrap=True, markup=False)
     for op, gates in dict.fromkeys((record["op"], record["gates"]) for record in found):
         chosen = [record for record in found if (record["op"], record["gates"]) == (op, gates)]
         console.print(f"{op}, gates {gates}:\n")
         console.print("\n".join(markdown_table(chosen)) + "\n", soft_wrap=True, markup=False)
+    if found:
+        console.print("\n".join(summary_table(found)) + "\n", soft_wrap=True, markup=False)
     if plot is None:
         return
     try:
@@ -58,6 +63,15 @@ def report_command(
         )
         raise typer.Exit(1) from None
     console.print(f"Drawn to {plot}")
+
+
+def split(records: list[dict]) -> tuple[list[dict], list[dict], list[dict]]:
+    """Records of parts of a layer, those of whole layers and models, and those of the gated delta rule by rows."""
+    parts, layers, rows = [], [], []
+    for record in records:
+        of = rows if "layer" not in record else layers if record["op"].startswith(("layer", "model")) else parts
+        of.append(record)
+    return parts, layers, rows
 
 
 def by_row(records: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
@@ -86,7 +100,11 @@ def cells(records: list[dict]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table: times of each implementation, who wins by how much, and how far the bound is."""
     names = [name for name in LABELS if any(record["impl"] == name for record in records)]
     columns = {name: column for name, column in SPEEDUPS.items() if any(column in record for record in records)}
-    header = ["(H, HV) sequences", *(LABELS[name] for name in names), *columns, "host µs", "of the bound", "scratch MB"]
+    op = records[0]["op"] if records else "forward"
+    memory = (
+        ["scratch MB"] if op == "forward" else ["peak MB", *(f"of {LABELS[name]}" for name in names if name != OURS)]
+    )
+    header = ["(H, HV) sequences", *(LABELS[name] for name in names), *columns, "host µs", "of the bound", *memory]
     body = []
     for (hk, hv, seqs, _), row in by_row(records).items():
         ours = row.get(OURS, {})
@@ -97,22 +115,67 @@ def cells(records: list[dict]) -> tuple[list[str], list[list[str]]]:
                 *(_factor(speedup(row, column)) for column in columns.values()),
                 f"{ours['host_us']:.0f}" if "host_us" in ours else "-",
                 f"{ours['bound_ms'] / ours['ms']:.0%}" if "ms" in ours and "bound_ms" in ours else "-",
-                f"{ours['extra_mb']:.0f} of {ours['io_mb']:.0f}" if "extra_mb" in ours else "-",
+                *(_scratch(ours) if op == "forward" else [_peak(row.get(name, {})) for name in names]),
             ]
         )
     rows = by_row(records).values()
     means = [_factor(geometric_mean(speedup(row, column) for row in rows)) for column in columns.values()]
     if body:
-        body.append(["geometric mean", *("" for _ in names), *means, "", "", ""])
+        body.append(["geometric mean", *("" for _ in names), *means, "", "", *("" for _ in memory)])
     return header, body
 
 
 def markdown_table(records: list[dict]) -> list[str]:
     """Lines of a Markdown table: milliseconds in a CUDA graph, and the best peer's time over ours for each way to time it.
 
-    "scratch MB" is the memory beyond inputs and outputs, and theirs.
+    "scratch MB" is the memory beyond inputs and outputs, and theirs; "peak MB" what a call allocates at its peak.
     """
     header, body = cells(records)
+    return [_line(header), _line(["---"] * len(header)), *(_line(row) for row in body)]
+
+
+def summary_table(records: list[dict]) -> list[str]:
+    """Lines of a Markdown table of each operation and gates: each peer's time over ours in the geometric mean of the rows that
+    both have, the best peer's for each way to time it, and the rows that the best peer wins in a CUDA graph."""
+    names = [name for name in LABELS if name != OURS and any(record["impl"] == name for record in records)]
+    columns = {name: column for name, column in SPEEDUPS.items() if any(column in record for record in records)}
+    header = [
+        "operation, gates",
+        *(LABELS[name] for name in names),
+        *(f"best, {name}" for name in columns),
+        "rows lost",
+    ]
+    body = []
+    for op, gates in dict.fromkeys((record["op"], record["gates"]) for record in records):
+        rows = by_row(record for record in records if (record["op"], record["gates"]) == (op, gates))
+        lost = [f"({hk}, {hv}) {seqs}" for (hk, hv, seqs, _), row in rows.items() if (speedup(row) or 1) < 1]
+        body.append(
+            [
+                f"{OPS[op]}, {gates}",
+                *(_mean_with_count([_relative(row, name) for row in rows.values()]) for name in names),
+                *(
+                    _factor(geometric_mean(speedup(row, column) for row in rows.values()))
+                    for column in columns.values()
+                ),
+                f"{len(lost)} of {len(rows)}" + (f": {', '.join(lost)}" if lost else ""),
+            ]
+        )
+    return [_line(header), _line(["---"] * len(header)), *(_line(row) for row in body)]
+
+
+def parts_table(records: list[dict]) -> list[str]:
+    """Lines of a Markdown table of a layer's parts: microseconds, the best peer's time over ours, and the bytes we move."""
+    rows: dict[tuple, dict[str, dict]] = {}
+    for record in records:
+        rows.setdefault((record["op"], record.get("seqs", ""), record["layer"]), {})[record["impl"]] = record
+    names = [name for name in PART_LABELS if any(name in row for row in rows.values())]
+    header = ["operation", "shape", *(f"{PART_LABELS[name]} µs" for name in names), "best peer / ours", "TB/s"]
+    body = []
+    for (op, seqs, layer), row in rows.items():
+        ours = row.get(OURS, {})
+        times = [f"{1e3 * row[name]['ms']:.2f}" if "ms" in row.get(name, {}) else "-" for name in names]
+        rate = f"{ours['io_mb'] / ours['ms'] / 1e3:.2f}" if "ms" in ours else "-"
+        body.append([op, f"{seqs} {layer}".strip(), *times, _factor(speedup(row)), rate])
     return [_line(header), _line(["---"] * len(header)), *(_line(row) for row in body)]
 
 
@@ -194,6 +257,22 @@ def _time(record: dict) -> str:
     if "ms" not in record:
         return "-"
     return f"{record['ms']:.4f}" + (" (void)" if record.get("void") else "")
+
+
+def _mean_with_count(values: list[float | None]) -> str:
+    """Their mean, and of how many where some are missing."""
+    there = [value for value in values if value is not None]
+    return _factor(geometric_mean(there)) + (
+        f" ({len(there)} of {len(values)})" if 0 < len(there) < len(values) else ""
+    )
+
+
+def _scratch(record: dict) -> list[str]:
+    return [f"{record['extra_mb']:.0f} of {record['io_mb']:.0f}" if "extra_mb" in record else "-"]
+
+
+def _peak(record: dict) -> str:
+    return f"{record['peak_mb']:,.0f}" if "peak_mb" in record else "-"
 
 
 def _factor(value: float | None) -> str:

@@ -74,6 +74,8 @@ def measure(implementation, op: str, row: Row, gates: str, sustain: float = 0) -
     graph, count = protocol.capture(calls)
     time.sleep(REST_SECONDS)
     figures["ms"] = protocol.burst_ms(graph, count)
+    if buffers > 1:
+        figures["warm_ms"] = protocol.graph_ms(calls[:1])
     if sustain > 0:
         figures["sustained_ms"] = protocol.sustained_ms(graph, count, figures["ms"], sustain)
     return figures
