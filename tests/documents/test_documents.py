@@ -14,7 +14,7 @@ import typer
 
 from flashqla_hub.__main__ import COMMANDS, build_app
 from flashqla_hub.bench.record import read
-from flashqla_hub.bench.report import by_row, markdown_table
+from flashqla_hub.bench.report import by_row, markdown_table, split
 from flashqla_hub.finetune.implementations import IMPLEMENTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -219,12 +219,12 @@ def speed_tables(text: str) -> list[list[str]]:
 
 
 def rows_of_runs() -> list[list[str]]:
-    """For each run on an H200 and each of its gates, the rows of its table: as `bench-report` prints it, and in brief."""
+    """For each run on an H200, its operations and gates, the rows of its table: as `bench-report` prints it, and in brief."""
     found = []
     for path in (ROOT / "benchmarks/results/h200").glob("*.jsonl"):
-        records = [record for record in read([path]) if record["op"] == "forward"]
-        for gates in {record["gates"] for record in records}:
-            chosen = [record for record in records if record["gates"] == gates]
+        *_, records = split(read([path]))
+        for kind in {(record["op"], record["gates"]) for record in records}:
+            chosen = [record for record in records if (record["op"], record["gates"]) == kind]
             found.append([line for line in markdown_table(chosen) if re.match(r"\| \(\d", line)])
             brief = []
             for (hk, hv, seqs, _), row in by_row(chosen).items():
@@ -237,7 +237,8 @@ def rows_of_runs() -> list[list[str]]:
 
 def test_readme_times_are_those_of_a_record():
     """Every speed table is that of one run under benchmarks/results/h200/, with all of its rows."""
-    tables, runs = speed_tables(README), rows_of_runs()
+    speed = ROOT / "docs" / "speed.md"
+    tables, runs = speed_tables(README + (speed.read_text() if speed.exists() else "")), rows_of_runs()
     assert tables and all(sorted(table) in map(sorted, runs) for table in tables)
 
 
