@@ -1,9 +1,11 @@
 """`python -m flashqla_hub bench`: the kernel beside its peers, each in a process of its own."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -30,7 +32,7 @@ def bench_command(
         list[str] | None,
         typer.Argument(help=f"Rows as HK,HV:SEQS, for example 16,64:8192x4, or sets of them: {', '.join(ROW_SETS)}."),
     ] = None,
-    op: Annotated[str, typer.Option(help=f"What to time: {', '.join(OPS)}.")] = "forward",
+    op: Annotated[list[str] | None, typer.Option(help=f"What to time: {', '.join(OPS)}; forward if left out.")] = None,
     gates: Annotated[list[str] | None, typer.Option(help=f"Gates of the inputs: {', '.join(GATES)}, or all.")] = None,
     impl: Annotated[
         list[str] | None, typer.Option(help="Implementations to run; all that are installed if left out.")
@@ -60,24 +62,29 @@ def bench_command(
     try:
         parsed = parse_rows(rows or ["few"])
         mixes = _gates(gates or ["bench"])
-        if op not in OPS:
-            raise ValueError(f"--op is {op!r}; it must be one of {', '.join(OPS)}.")
+        ops = _ops(op or ["forward"])
         implementations = _implementations(impl, parse_paths(path or ()))
         device = device_facts()
     except ValueError as error:
         console.print(str(error))
         raise typer.Exit(2) from None
     if not compiled:
-        fill_compile_caches(implementations, op, parsed, mixes[0], source, seconds)
+        fill_compile_caches(implementations, ops, parsed, mixes[0], source, seconds)
+    there = [implementation for implementation in implementations if implementation.missing() is None]
+    workers = {each.name: Worker(each, ops, mixes, parsed, source, sustain) for each in there}
+    for worker in workers.values():  # what they do together they do not pay for one after the other
+        worker.is_ready.wait(seconds)
     rates = _rates()
-    common = {"run": run_name(commit or git_commit(ROOT)), "op": op, **asdict(rates), **device}
+    common = {"run": run_name(commit or git_commit(ROOT)), **asdict(rates), **device}
     path = output or ROOT / "benchmarks" / "results" / device_folder(device["device"]) / f"{common['run']}.jsonl"
     records = []
     for implementation in implementations:
-        found = run_implementation(implementation, parsed, mixes, source, common, sustain, seconds)
+        worker = workers.get(implementation.name)
+        found = records_of(implementation, worker, ops, mixes, parsed, common, seconds)
         append(path, found)  # at once, so that what is measured survives what comes next
         records += found
-    console.print(rich_table(records))
+    for name in ops:
+        console.print(rich_table([record for record in records if record["op"] == name]))
     console.print(f"Written to {path}")
     void = [f"{r['impl']} ({r['hk']},{r['hv']}) {r['seqs']}: {r['void']}" for r in records if r.get("void")]
     for line in void:
@@ -86,49 +93,82 @@ def bench_command(
         raise typer.Exit(1)
 
 
-def run_implementation(
+class Worker:
+    """The process of an implementation: it gets ready beside the others, and does its rows alone, when it is told to."""
+
+    def __init__(
+        self,
+        implementation: Implementation,
+        ops: Sequence[str],
+        gates: Sequence[str],
+        rows: Sequence[Row],
+        source: Path,
+        sustain: float,
+    ) -> None:
+        options = ["--op", ",".join(ops), "--gates", ",".join(gates), "--sustain", str(sustain), "--wait"]
+        self.is_ready = threading.Event()
+        self._process = _start_worker(implementation, [*options, *(row.name for row in rows)], source)
+        self._printed: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def run(self, seconds: int) -> tuple[list[str], str]:
+        """What it printed, and why it may have printed less than it was asked for."""
+        with contextlib.suppress(BrokenPipeError):  # it may have ended, and has then said all it had to say
+            self._process.stdin.write("go\n")
+            self._process.stdin.close()
+        try:
+            reason = f"the process ended with code {self._process.wait(seconds)}"
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            reason = f"not done within {seconds} s"
+        self._reader.join()
+        return self._printed, reason
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            if line.startswith('{"ready"'):
+                self.is_ready.set()
+            else:
+                self._printed.append(line)
+        self.is_ready.set()
+
+
+def records_of(
     implementation: Implementation,
-    rows: Sequence[Row],
+    worker: Worker | None,
+    ops: Sequence[str],
     gates: Sequence[str],
-    source: Path,
+    rows: Sequence[Row],
     common: dict,
-    sustain: float = 0.0,
     seconds: int = WORKER_SECONDS,
 ) -> list[dict]:
-    """Records of one implementation on all rows and gates; what it could not run is a record with the reason."""
-    reason = implementation.missing()
-    figures: dict[tuple[str, str], dict] = {}
-    version = None
-    if reason is None:
+    """Records of one implementation on all operations, gates and rows; what it could not run is a record with the reason."""
+    figures: dict[tuple[str, str, str], dict] = {}
+    version, reason = None, implementation.missing()
+    if worker is not None:
         version = implementation.version()
-        options = [
-            "--op",
-            common["op"],
-            "--gates",
-            ",".join(gates),
-            "--sustain",
-            str(sustain),
-            *(row.name for row in rows),
-        ]
-        output, reason = _run_worker(implementation, options, source, seconds)
-        for line in output.splitlines():
-            if line.startswith('{"row"'):
+        printed, reason = worker.run(seconds)
+        for line in printed:
+            if line.startswith('{"op"'):
                 figure = json.loads(line)
-                figures[figure.pop("gates"), figure.pop("row")] = figure
+                figures[figure.pop("op"), figure.pop("gates"), figure.pop("row")] = figure
     return [
         complete(
             {
                 **common,
+                "op": op,
                 "impl": implementation.name,
                 "version": version,
                 "hk": row.hk,
                 "hv": row.hv,
                 "seqs": row.seqs,
                 "gates": mix,
-                **figures.get((mix, row.name), {"skipped": reason}),
+                **figures.get((op, mix, row.name), {"skipped": reason}),
             },
             row,
         )
+        for op in ops
         for mix in gates
         for row in rows
     ]
@@ -146,26 +186,19 @@ def device_folder(device: str) -> str:
     return device.lower().removeprefix("nvidia ").replace(" ", "-")
 
 
-def _run_worker(implementation: Implementation, options: list[str], source: Path, seconds: int) -> tuple[str, str]:
-    """What the worker printed, and why it may have printed less than it was asked for."""
-    try:
-        process = _start_worker(implementation, options, source)
-        output, _ = process.communicate(timeout=seconds)
-        return output, f"the process ended with code {process.returncode}"
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        return output, f"not done within {seconds} s"
-
-
 def fill_compile_caches(
-    implementations: Sequence[Implementation], op: str, rows: Sequence[Row], gates: str, source: Path, seconds: int
+    implementations: Sequence[Implementation],
+    ops: Sequence[str],
+    rows: Sequence[Row],
+    gates: str,
+    source: Path,
+    seconds: int,
 ) -> None:
     """Let several processes at once compile what the rows need, so that the timed ones find it on disk."""
     jobs = min(len(os.sched_getaffinity(0)), len(rows))
     shares = [[row.name for row in rows[start::jobs]] for start in range(jobs)]
     processes = [
-        _start_worker(implementation, ["--compile-only", "--op", op, "--gates", gates, *share], source)
+        _start_worker(implementation, ["--compile-only", "--op", ",".join(ops), "--gates", gates, *share], source)
         for implementation in implementations
         if implementation.compiling is not None and implementation.missing() is None
         for share in shares
@@ -185,7 +218,7 @@ def _start_worker(implementation: Implementation, options: list[str], source: Pa
     compiling = (implementation.compiling or ()) if "--compile-only" in options else ()
     environment = {**os.environ, **dict(implementation.environment + compiling), "FLASHQLA_BENCH_SOURCE": str(source)}
     environment["PYTHONPATH"] = search_path(implementation.folders)
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def search_path(folders: Sequence[str]) -> str:
@@ -220,6 +253,13 @@ def _gates(names: list[str]) -> list[str]:
     if unknown:
         raise ValueError(f"--gates is {unknown[0]!r}; it must be one of {', '.join(GATES)}, or all.")
     return list(GATES) if "all" in names else list(dict.fromkeys(names))
+
+
+def _ops(names: list[str]) -> list[str]:
+    unknown = [name for name in names if name not in OPS]
+    if unknown:
+        raise ValueError(f"--op is {unknown[0]!r}; it must be one of {', '.join(OPS)}.")
+    return list(dict.fromkeys(names))
 
 
 def device_facts() -> dict:

@@ -34,6 +34,7 @@ class Implementation:
     contract: int | None = None  # version of a Hub kernel, which has no distribution of its own
     # Not None if it compiles into a cache on disk that several processes can fill at once: what those processes want besides.
     compiling: tuple[tuple[str, str], ...] | None = None
+    prepares: bool = True  # may be called on every row before anything is timed, beside other processes
     folders: tuple[str, ...] = ()  # searched before the others for it and what it needs
 
     def version(self) -> str:
@@ -224,6 +225,7 @@ IMPLEMENTATIONS = (
         compiler="triton",
         environment=(("FLA_FLASH_QLA", "0"),),
         compiling=(("FLA_CACHE_RESULTS", "0"),),  # what it tunes beside other processes is not to be remembered
+        prepares=False,
     ),
 )
 BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}

@@ -16,7 +16,7 @@ import torch
 GRAPH_CALLS = 10
 GRAPH_REPLAYS = 5
 EAGER_CALLS = 30
-HOST_CALLS, HOST_ROUNDS, HOST_SECONDS = 10, 200, 0.5
+HOST_CALLS, HOST_ROUNDS, HOST_SECONDS = 10, 200, 0.25
 L2_SIZES = 2  # inputs that are read in turn take at least this many times the L2 cache
 
 

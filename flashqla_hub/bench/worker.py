@@ -1,7 +1,10 @@
 """One implementation on some rows, in a process of its own: correctness gate, then times, one JSON line a row."""
 
 import argparse
+import contextlib
 import functools
+import importlib
+import itertools
 import json
 import sys
 import time
@@ -45,8 +48,8 @@ def gate(implementation, op: str, row: Row, gates: str) -> tuple[float, bool]:
     return max(errors), all(error <= limit for error, limit in zip(errors, limits, strict=True))
 
 
-def measure(implementation, op: str, row: Row, gates: str, sustain: float = 0) -> dict:
-    """The figures of one row; a red gate gives no times."""
+def measure(implementation, op: str, row: Row, gates: str, sustain: float = 0, with_host: bool = True) -> dict:
+    """The figures of one row; a red gate gives no times, and the host's are left out on request."""
     if getattr(implementation, op) is None:
         return {"skipped": f"{implementation.name} has no {OPS[op]}"}
     inputs = make_inputs(row.lengths, row.hk, row.hv, gates)
@@ -62,15 +65,16 @@ def measure(implementation, op: str, row: Row, gates: str, sustain: float = 0) -
     calls[0]()
     peak, outputs = protocol.peak_bytes(calls[0])
     figures = {
-        "eager_ms": protocol.eager_ms(calls),
-        "host_us": protocol.host_us(calls),
-        "launch_us": protocol.host_us([functools.partial(torch.zeros(1, device=inputs["q"].device).add_, 1)]),
         "peak_mb": peak / 1e6,
         "extra_mb": (peak - outputs) / 1e6,
         "io_mb": (input_bytes(inputs, op) + outputs) / 1e6,
         "buffers": buffers,
         "error": error,
     }
+    if with_host:
+        cheapest = functools.partial(torch.zeros(1, device=inputs["q"].device).add_, 1)
+        figures["eager_ms"] = protocol.eager_ms(calls)
+        figures["host_us"], figures["launch_us"] = protocol.host_us(calls), protocol.host_us([cheapest])
     graph, count = protocol.capture(calls)
     time.sleep(REST_SECONDS)
     figures["ms"] = protocol.burst_ms(graph, count)
@@ -82,11 +86,23 @@ def measure(implementation, op: str, row: Row, gates: str, sustain: float = 0) -
 
 
 def compile_only(implementation, op: str, row: Row, gates: str) -> dict:
-    """Call the row once, for the cache on disk that the implementation's compiler fills."""
-    for lengths in (shortened(row, GATE_TOKENS), row.lengths):
+    """Call the row and its gate once, for what the implementation's compiler then keeps."""
+    gate_tokens = GRADIENT_GATE_TOKENS if "backward" in op else GATE_TOKENS
+    for lengths in (row.lengths, shortened(row, gate_tokens)) if getattr(implementation, op) else ():
         getattr(implementation, op)(make_inputs(lengths, row.hk, row.hv, gates))()
         torch.cuda.synchronize()
     return {}
+
+
+def get_ready(implementation, ops: list[str], rows: list[str], gates: str) -> None:
+    """Import the library; and if what it compiles stays in the process, call each row once. Failures show when it is timed."""
+    importlib.import_module(implementation.module)
+    if not implementation.prepares:
+        return
+    for op, text in itertools.product(ops, rows):
+        with contextlib.suppress(Exception):
+            compile_only(implementation, op, Row.parse(text), gates)
+        torch.cuda.empty_cache()
 
 
 def tune_nothing() -> None:
@@ -106,28 +122,32 @@ def tune_nothing() -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--impl", required=True, choices=sorted(BY_NAME))
-    parser.add_argument("--op", required=True, choices=OPS)
-    parser.add_argument("--gates", required=True, help="separated by commas")
+    parser.add_argument("--op", required=True, help="separated by commas")
+    parser.add_argument("--gates", required=True, help="separated by commas; host times are taken with the first")
     parser.add_argument("--sustain", type=float, default=0, help="seconds of sustained load a row; 0 leaves it out")
     parser.add_argument("--compile-only", action="store_true", help="call each row once and time nothing")
+    parser.add_argument("--wait", action="store_true", help="get ready, say so, and time when a line comes in")
     parser.add_argument("rows", nargs="+")
     args = parser.parse_args(argv)
-    implementation = BY_NAME[args.impl]
+    implementation, ops, mixes = BY_NAME[args.impl], args.op.split(","), args.gates.split(",")
     if args.compile_only:
         tune_nothing()
-    for gates in args.gates.split(","):
-        for text in args.rows:
-            row = Row.parse(text)
-            try:
-                if args.compile_only:
-                    figures = compile_only(implementation, args.op, row, gates)
-                else:
-                    figures = measure(implementation, args.op, row, gates, args.sustain)
-            except Exception as failure:  # a peer's failure on one row is a row with its reason
-                reason = (str(failure).splitlines() or [""])[0]
-                figures = {"skipped": f"{type(failure).__name__}: {reason}"[:300]}
-            print(json.dumps({"row": text, "gates": gates, **figures}), flush=True)
-            torch.cuda.empty_cache()
+    if args.wait:
+        get_ready(implementation, ops, args.rows, mixes[0])
+        print('{"ready": true}', flush=True)
+        sys.stdin.readline()
+    for op, gates, text in itertools.product(ops, mixes, args.rows):
+        row = Row.parse(text)
+        try:
+            if args.compile_only:
+                figures = compile_only(implementation, op, row, gates)
+            else:
+                figures = measure(implementation, op, row, gates, args.sustain, with_host=gates == mixes[0])
+        except Exception as failure:  # a peer's failure on one row is a row with its reason
+            reason = (str(failure).splitlines() or [""])[0]
+            figures = {"skipped": f"{type(failure).__name__}: {reason}"[:300]}
+        print(json.dumps({"op": op, "row": text, "gates": gates, **figures}), flush=True)
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

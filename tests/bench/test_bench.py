@@ -1,6 +1,7 @@
 """The benchmark's rows, records and table, without a GPU."""
 
 import gc
+import io
 import itertools
 import json
 import subprocess
@@ -22,7 +23,7 @@ from flashqla_hub.bench.rows import GATES, ROW_SETS, Row, parse_rows, shortened
 from flashqla_hub.package.download import VERSION
 
 RATES = Rates(copy_tb_s=4.0, matrix_tflop_s=800.0)
-COMMON = {"run": "r", "op": "forward", "device": "NVIDIA H200", "copy_tb_s": 4.0, "matrix_tflop_s": 800.0}
+COMMON = {"run": "r", "device": "NVIDIA H200", "copy_tb_s": 4.0, "matrix_tflop_s": 800.0}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_record_refuses_a_field_nobody_knows(tmp_path):
 
 def test_implementation_that_is_absent_is_a_row_with_its_reason(tmp_path):
     rows = [Row(2, 8, "1x64"), Row(2, 8, "1x65")]
-    found = command.run_implementation(BY_NAME["flash-qla"], rows, ["bench", "zero"], tmp_path, COMMON)
+    found = command.records_of(BY_NAME["flash-qla"], None, ["forward"], ["bench", "zero"], rows, COMMON)
     assert [(r["gates"], r["seqs"]) for r in found] == [(g, s) for g in ("bench", "zero") for s in ("1x64", "1x65")]
     assert all(r["skipped"] == "flash-qla is not installed" and "ms" not in r for r in found)
     record.append(tmp_path / "a.jsonl", found)
@@ -112,7 +113,7 @@ def test_only_what_compiles_is_called_beforehand_and_each_row_once(tmp_path, mon
     implementations = [
         replace(BY_NAME[name], module="torch") for name in ("flashqla", "flash-qla", "flashinfer", "fla")
     ]
-    command.fill_compile_caches(implementations, "forward", rows, "zero", tmp_path, 60)
+    command.fill_compile_caches(implementations, ["forward"], rows, "zero", tmp_path, 60)
     shares = [(name, [option for option in options if option.startswith("2,8:")]) for name, options in started]
     assert shares == [
         (name, share) for name in ("flash-qla", "fla") for share in (["2,8:1x64", "2,8:1x66"], ["2,8:1x65"])
@@ -205,7 +206,16 @@ def test_small_inputs_are_copied_until_they_exceed_the_cache(input_bytes, copies
     assert protocol.copies_beyond_cache(input_bytes, cache_bytes=60) == copies
 
 
-PEER = {**COMMON, "impl": "flashinfer", "hk": 2, "hv": 8, "seqs": "1x32768", "gates": "bench", "ms": 0.25}
+PEER = {
+    **COMMON,
+    "op": "forward",
+    "impl": "flashinfer",
+    "hk": 2,
+    "hv": 8,
+    "seqs": "1x32768",
+    "gates": "bench",
+    "ms": 0.25,
+}
 
 
 def test_a_peer_slower_than_its_anchor_voids_the_comparison():
@@ -232,33 +242,111 @@ def test_anchors_are_rows_and_implementations_of_the_benchmark():
 
 
 STAND_IN_WORKER = """
-import json, sys
-from flashqla_hub.bench.rows import Row
-rows, gates = [a for a in sys.argv if ":" in a], sys.argv[sys.argv.index("--gates") + 1].split(",")
+import json, sys, time
+option = lambda name: sys.argv[sys.argv.index(name) + 1].split(",")
+rows = [a for a in sys.argv if ":" in a]
 print("a library prints what it likes")
-for mix in gates:
-    for row in rows[: len(rows) if mix == "bench" else 1]:
-        print(json.dumps({"row": row, "gates": mix, "ms": 1.0}), flush=True)
+print('{"ready": true}', flush=True)
+assert sys.stdin.readline() == "go\\n"
+for op in option("--op"):
+    for mix in option("--gates"):
+        for row in rows[: len(rows) if mix == "bench" else 1]:
+            print(json.dumps({"op": op, "row": row, "gates": mix, "ms": 1.0}), flush=True)
+if SLEEPS:
+    time.sleep(60)
 sys.exit(3)
 """
 
 
-def test_what_a_worker_printed_before_it_died_is_kept(tmp_path, monkeypatch):
-    start = command._start_worker
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Makes workers of a script in place of an implementation, which prints and then ends with code 3, or sleeps."""
 
-    def stand_in(implementation, options, source):
+    def make(sleeps=False):
+        script = tmp_path / "worker"
+        script.write_text(f"#!{sys.executable}\n{STAND_IN_WORKER.replace('SLEEPS', str(sleeps))}")
+        script.chmod(0o755)
         monkeypatch.setattr(command.sys, "executable", str(script))
-        return start(implementation, options, source)
+        return command.Worker(BY_NAME["flashqla"], OPS_OF_STAND_IN, ["bench", "zero"], ROWS_OF_STAND_IN, tmp_path, 0.0)
 
-    script = tmp_path / "worker"
-    script.write_text(f"#!{command.sys.executable}\n{STAND_IN_WORKER}")
-    script.chmod(0o755)
-    monkeypatch.setattr(command, "_start_worker", stand_in)
-    monkeypatch.setenv("PYTHONPATH", str(command.ROOT))
-    rows = [Row(2, 8, "1x64"), Row(2, 8, "1x65")]
-    found = command.run_implementation(BY_NAME["flashqla"], rows, ["bench", "zero"], tmp_path, COMMON)
-    assert [r.get("ms") for r in found] == [1.0, 1.0, 1.0, None]
+    return make
+
+
+ROWS_OF_STAND_IN, OPS_OF_STAND_IN = [Row(2, 8, "1x64"), Row(2, 8, "1x65")], ["forward", "backward"]
+
+
+def records_of_stand_in(started, seconds):
+    arguments = (OPS_OF_STAND_IN, ["bench", "zero"], ROWS_OF_STAND_IN, COMMON, seconds)
+    return command.records_of(replace(BY_NAME["flashqla"], module="torch"), started, *arguments)
+
+
+def test_what_a_worker_printed_before_it_died_is_kept(stand_in):
+    started = stand_in()
+    assert started.is_ready.wait(60)
+    found = records_of_stand_in(started, 60)
+    assert [r.get("ms") for r in found] == [1.0, 1.0, 1.0, None] * 2
+    assert [r["op"] for r in found] == ["forward"] * 4 + ["backward"] * 4
     assert found[3]["skipped"] == "the process ended with code 3"
+
+
+def test_a_worker_that_takes_too_long_keeps_what_it_printed(stand_in):
+    started = stand_in(sleeps=True)
+    assert started.is_ready.wait(60)
+    time.sleep(1)
+    found = records_of_stand_in(started, 2)
+    assert found[0]["ms"] == 1.0 and found[3]["skipped"] == "not done within 2 s"
+
+
+def test_a_worker_that_dies_before_it_is_ready_is_a_row_with_that_reason(tmp_path, monkeypatch):
+    script = tmp_path / "worker"
+    script.write_text("#!/bin/sh\nexit 7\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(command.sys, "executable", str(script))
+    started = command.Worker(BY_NAME["flashqla"], OPS_OF_STAND_IN, ["bench", "zero"], ROWS_OF_STAND_IN, tmp_path, 0.0)
+    assert started.is_ready.wait(60)
+    assert records_of_stand_in(started, 60)[0]["skipped"] == "the process ended with code 7"
+
+
+def test_getting_ready_calls_every_row_and_its_gate_unless_that_would_tune(monkeypatch):
+    monkeypatch.setattr(worker, "make_inputs", lambda lengths, hk, hv, gates: sum(lengths))
+    monkeypatch.setattr(worker.torch.cuda, "synchronize", lambda: None)
+    seen = []
+
+    def forward(tokens):
+        seen.append(tokens)
+        if tokens == 4:
+            raise RuntimeError("it shows when it is timed")
+        return lambda: None
+
+    implementation = replace(BY_NAME["flashqla"], module="json", forward=forward, backward=None)
+    worker.get_ready(implementation, ["forward", "backward"], ["1,2:1x4", "1,2:1x2000"], "bench")
+    assert seen == [4, 2000, 1099]
+    worker.get_ready(replace(implementation, prepares=False), ["forward"], ["1,2:1x8"], "bench")
+    assert seen == [4, 2000, 1099]
+
+
+def test_a_worker_says_that_it_is_ready_waits_and_prints_a_line_a_row(monkeypatch, capsys):
+    """Operations first, then gates, then rows; the host is timed with the first gates, since it knows nothing of gates."""
+    asked = []
+
+    def measure(implementation, op, row, gates, sustain, with_host):
+        asked.append((op, gates, row.name, sustain, with_host))
+        if row.seqs == "1x65":
+            raise RuntimeError("it broke\\nat length")
+        return {"ms": 1.0}
+
+    monkeypatch.setattr(worker, "measure", measure)
+    monkeypatch.setattr(worker, "get_ready", lambda *arguments: asked.append("ready"))
+    monkeypatch.setattr(worker.torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
+    rows = ["2,8:1x64", "2,8:1x65"]
+    options = ["--op", "forward,backward", "--gates", "zero,decay", "--sustain", "2", "--wait"]
+    worker.main(["--impl", "flashqla", *options, *rows])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    every = [(op, gates, row) for op in ("forward", "backward") for gates in ("zero", "decay") for row in rows]
+    assert asked == ["ready", *((op, gates, row, 2.0, gates == "zero") for op, gates, row in every)]
+    assert lines[0] == {"ready": True} and [(x["op"], x["gates"], x["row"]) for x in lines[1:]] == every
+    assert lines[1]["ms"] == 1.0 and lines[2]["skipped"].startswith("RuntimeError: it broke")
 
 
 class Exact:
