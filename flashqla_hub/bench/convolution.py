@@ -164,8 +164,7 @@ def _flashqla(source: Path) -> tuple[Callable, Callable] | str:
 
 def _fla() -> tuple[Callable, Callable] | str:
     try:
-        from fla.modules.conv.triton.ops import causal_conv1d_bwd
-        from fla.modules.convolution import causal_conv1d
+        from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_bwd
     except ImportError as error:
         return f"not installed: {error}"
     import torch
