@@ -7,7 +7,7 @@ from flashqla_hub.reference import gated_delta_rule_backward
 
 from ..core.compare import relative_error
 from ..core.inputs import make_problem
-from ..sm90.chunk_form import chunk_form_gradients
+from ..sm90.chunk_form import chunk_form_gradients, differentiated_chunk_form
 
 TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "do", "dht")
 
@@ -38,3 +38,10 @@ def test_rounded_operands_cost_digits_but_only_those(dtype, least, most):
     tensors, truth = make_case(150)
     for ours, exact in zip(gradients(tensors, dtype), truth, strict=True):
         assert least < relative_error(ours, exact[0]) < most
+
+
+def test_autograd_of_the_form_rounds_as_much():
+    tensors, truth = make_case(150)
+    rounded = [x[0].bfloat16() if index < 3 or index == 6 else x[0].float() for index, x in enumerate(tensors)]
+    for ours, exact in zip(differentiated_chunk_form(*rounded, scale=0.2, l2norm=True), truth, strict=True):
+        assert 3e-4 < relative_error(ours, exact[0]) < 2e-2

@@ -1,7 +1,8 @@
 """The yardstick of 16-bit precision: the chunk form in PyTorch with rounded matmul operands, on any device and length.
 
-Products accumulate in float32, and gates, state and the inverse stay in float32 or wider. Gradients are those of a backward by
-chunks, which keeps errors, states and both their gradients in 16 bits because they are operands.
+Products accumulate in float32, and gates, state and the inverse stay in float32 or wider. Gradients come in two forms that
+round in different places: a backward by chunks, which keeps errors, states and both their gradients in 16 bits because they
+are operands, and autograd of the forward. An error budget is the larger of the two.
 """
 
 import torch
@@ -162,3 +163,87 @@ class _Chunk:
         dG = dG + (query_state * self.q).sum(-1) + (key_state * self.k).sum(-1)
         dG[:, -1] += at_end.sum(-1) + self.end[:, 0, 0] * (S * dS).sum((-2, -1))
         return dq, dk, dG.flip(-1).cumsum(-1).flip(-1), dbeta
+
+
+class RoundedProduct(torch.autograd.Function):
+    """a @ b on operands rounded to `dtype`, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.dtype = dtype
+        return _round(a, dtype) @ _round(b, dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        a, b = ctx.saved_tensors
+        grad = _round(grad, ctx.dtype)
+        return grad @ _round(b, ctx.dtype).mT, _round(a, ctx.dtype).mT @ grad, None
+
+
+class DecayedState(torch.autograd.Function):
+    """decay * S, whose gradient of the decay comes from the rounded state and its rounded gradient."""
+
+    @staticmethod
+    def forward(ctx, decay: Tensor, S: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(decay, S)
+        ctx.dtype = dtype
+        return decay * S
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        decay, S = ctx.saved_tensors
+        pairs = _round(S, ctx.dtype) * _round(grad, ctx.dtype)
+        return pairs.sum((-2, -1), keepdim=True), decay * grad, None
+
+
+def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).float()
+
+
+def differentiated_chunk_form(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    do: Tensor,
+    dht: Tensor,
+    *,
+    scale: float,
+    l2norm: bool,
+) -> list[Tensor]:
+    """The same gradients by autograd, through the inverse in float32 and through states that are rounded where they are read."""
+    strongest, dtype = -1e4, v.dtype
+    leaves = [x.float().detach().requires_grad_() for x in (q, k, v, g.clamp(min=strongest), beta, initial_state)]
+    Q, K, V, gates, strengths, S = leaves
+    if l2norm:
+        Q, K = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (Q, K))
+    group = v.shape[1] // q.shape[1]
+    Q, K = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (Q * scale, K))
+    V, gates, strengths = V.transpose(0, 1), gates.T, strengths.T
+    outputs = [V[:, :0]]
+    for start in range(0, v.shape[0], CHUNK):
+        parts = (x[:, start : start + CHUNK] for x in (Q, K, V, gates, strengths))
+        o, S = _differentiable_chunk(*parts, S, dtype)
+        outputs.append(o)
+    o = torch.cat(outputs, 1).transpose(0, 1)
+    grads = torch.autograd.grad((o, S), leaves, (do.float(), dht.float()), materialize_grads=True)
+    return [grad.to(dtype) if index < 3 else grad for index, grad in enumerate(grads)]
+
+
+def _differentiable_chunk(Q, K, V, gates, strengths, S, dtype):
+    """Outputs of one chunk [HV, C, V] and the state behind it."""
+
+    def product(a, b):
+        return RoundedProduct.apply(a, b, dtype)
+
+    row = torch.arange(gates.shape[1], device=gates.device)
+    between = torch.where(row[:, None] > row, gates[..., None], 0.0).cumsum(-2)
+    D = torch.where(row[:, None] >= row, between, -torch.inf).exp()
+    gamma, to_end, b = gates.cumsum(-1).exp()[..., None], D[:, -1, :, None], strengths[..., None]
+    A = torch.linalg.inv(torch.eye(len(row), device=gates.device) + (b * product(K, K.mT) * D).tril(-1)) * b.mT
+    N = product(A, V - gamma * product(K, S))
+    o = gamma * product(Q, S) + product(product(Q, K.mT) * D, N)
+    return o, DecayedState.apply(gamma[:, -1:], S, dtype) + product(K.mT, to_end * N)

@@ -1,6 +1,7 @@
 """Numbers of the backward op as compiled, against the gradients of the float64 token recurrence.
 
-An error may be 1.2 times that of the chunk form in 16 bits and never above 1e-2 (dg: 2e-2), relative L2 over a whole call.
+An error may be 1.2 times that of the chunk form in 16 bits, the larger of its two, and never above 1e-2 (dg: 2e-2), relative L2
+over a whole call.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import torch
 
 from flashqla_hub.reference import gated_delta_rule_backward
 
-from .chunk_form import chunk_form_gradients
+from .chunk_form import chunk_form_gradients, differentiated_chunk_form
 from .shipped_library import find_library, load_ops
 from .test_forward_op import DIM, GATES, Call, Case, make_call, relative
 
@@ -80,7 +81,10 @@ def judge(case, call, grads, results):
     """Errors of all gradients against the truth, next to the yardstick's."""
     parts = list(parts_of(case, call, grads))
     truths = [true_gradients(case, part) for part in parts]
-    yardsticks = [chunk_form_gradients(*part, scale=case.scale, l2norm=case.l2norm) for part in parts]
+    forms = [
+        [form(*part, scale=case.scale, l2norm=case.l2norm) for part in parts]
+        for form in (chunk_form_gradients, differentiated_chunk_form)
+    ]
     for index, name in enumerate(NAMES):
         result = results[index]
         rows = result if name == "dh0" else result.flatten(0, 1)
@@ -89,7 +93,8 @@ def judge(case, call, grads, results):
         if not any(x.any() for x in truth):
             assert not any(x.any() for x in ours), f"{name} is zero"
             continue
-        error, yardstick = relative(ours, truth), relative([x[index] for x in yardsticks], truth)
+        error = relative(ours, truth)
+        yardstick = max(relative([x[index] for x in form], truth) for form in forms)
         assert error <= max(FACTOR * yardstick, NEGLIGIBLE), f"{name}: {error:.2e}, yardstick {yardstick:.2e}"
         assert error <= LIMITS[name], f"{name}: {error:.2e}"
 
