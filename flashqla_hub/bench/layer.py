@@ -13,7 +13,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -33,12 +34,24 @@ if TYPE_CHECKING:
 HEAD_DIM = 128
 WARM_UPS, ROUNDS = 4, 12
 DECODED = 64  # tokens in the cache before the timed step
-SECONDS = 300
+SECONDS = 300  # a layer
+WARM_TOKENS, WARM_SECONDS = 4096, 120
+PATH = "NAME=FOLDERS: folders, separated by colons, that are searched first in the process of this implementation."
+WARM = "Let what the peers compile at their first call be compiled first, side by side, with few tokens."
 OURS = "flashqla"
 IMPLEMENTATIONS = (OURS, "transformers", "transformers+flashqla", "fla", "fla+flashqla")
 OPERATIONS = ("forward", "decode", "training")
 LIBRARIES = {"fla": "FLA", "flash_qla": "FlashQLA", "causal_conv1d": "causal-conv1d"}  # by module
-PRODUCTS = ("nvjet", "gemm", "gemv", "cublas", "cutlass", "splitk")  # in names of kernels of matrix products
+OUR_PRODUCTS = "token_products"
+PRODUCTS = (
+    "nvjet",
+    "gemm",
+    "gemv",
+    "cublas",
+    "cutlass",
+    "splitk",
+    OUR_PRODUCTS,
+)  # in names of kernels of matrix products
 PROFILED = 5
 GATE_TOKENS, LIMIT = (
     300,
@@ -68,53 +81,96 @@ def bench_layer_command(
     batch: Annotated[int, typer.Option(help="Sequences of the decode step.")] = 1,
     impl: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(IMPLEMENTATIONS)}; all if left out.")] = None,
     operation: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(OPERATIONS)}; all if left out.")] = None,
+    path: Annotated[list[str] | None, typer.Option(help=PATH)] = None,
+    warm: Annotated[bool, typer.Option("--warm", help=WARM)] = False,
     source: Annotated[Path, typer.Option(help="Folder of the kernel, with build/ in it.")] = command.ROOT,
     output: Annotated[Path | None, typer.Option(help="Record file; benchmarks/results/<device>/ by default.")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit of the sources, where the checkout has no .git.")] = None,
 ) -> None:
     """Time forward, decode step and training step of one layer, with and without the kernel; write one JSON line each."""
-    console = Console()
     try:
         shapes = known("shape", shape, tuple(SHAPES))
         names = known("impl", impl, IMPLEMENTATIONS)
         operations = known("operation", operation, OPERATIONS)
-        device = command.device_facts()
+        folders = command.parse_paths(path or (), IMPLEMENTATIONS)
+        common = {"run": run_name(commit or git_commit(command.ROOT)), **command.device_facts()}
     except ValueError as error:
-        console.print(str(error))
+        Console().print(str(error))
         raise typer.Exit(2) from None
-    common = {"run": run_name(commit or git_commit(command.ROOT)), **device}
-    folder = command.ROOT / "benchmarks" / "results" / command.device_folder(device["device"])
-    path = output or folder / f"{common['run']}-layer.jsonl"
+    compare(
+        "layer",
+        names,
+        shapes,
+        [",".join(operations), str(tokens), str(batch), str(source)],
+        folders,
+        warm,
+        output,
+        common,
+    )
+
+
+def compare(
+    module: str,
+    names: Sequence[str],
+    shapes: Sequence[str],
+    arguments: list[str],
+    folders: dict[str, tuple[str, ...]],
+    warm: bool,
+    output: Path | None,
+    common: dict,
+) -> None:
+    """Run implementations by the processes of a module of this package, write their records, and print them as a table."""
+    path = output or command.ROOT / "benchmarks" / "results" / command.device_folder(common["device"]) / (
+        f"{common['run']}-{module}.jsonl"
+    )
     records = []
-    for name in names:
-        arguments = [",".join(operations), str(tokens), str(batch), str(source)]
-        found = [{**common, **record} for record in run_implementation("layer", name, shapes, arguments)]
-        append(path, found)
+    for name in sorted(names, key=lambda name: name != OURS):  # ours first, and then what the peers have to compile
+        if warm and name != OURS:
+            short, warm = [arguments[0], str(WARM_TOKENS), *arguments[2:]], False
+            peers = [(peer, shape) for peer in names if peer != OURS for shape in shapes]
+            started = [start_process(module, peer, (shape,), short, folders) for peer, shape in peers]
+            deadline = time.monotonic() + WARM_SECONDS
+            for process in started:
+                printed_by(process, max(1.0, deadline - time.monotonic()))
+        found = [{**common, **record} for record in run_implementation(module, name, shapes, arguments, folders)]
+        append(path, found)  # at once, so that what is measured survives what comes next
         records += found
+    console = Console(width=None if sys.stdout.isatty() else command.LOG_WIDTH)
     console.print(as_table(records))
     console.print(f"Written to {path}")
     if any(record.get("skipped") for record in records if record["impl"] == OURS):
         raise typer.Exit(1)
 
 
-def run_implementation(module: str, name: str, shapes: tuple[str, ...], arguments: list[str]) -> list[dict]:
+def run_implementation(
+    module: str, name: str, shapes: Sequence[str], arguments: list[str], folders: dict[str, tuple[str, ...]]
+) -> list[dict]:
     """Records of one implementation, from the process of this module; what it could not do is a record with the reason."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", f"flashqla_hub.bench.{module}", name, ",".join(shapes), *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "FLA_FLASH_QLA": "1" if _hands_over(name) else "0"},
-    )
-    try:
-        printed, _ = process.communicate(timeout=SECONDS * len(shapes))
-        reason = f"the process ended with code {process.returncode}"
-    except subprocess.TimeoutExpired:
-        process.kill()
-        printed, _ = process.communicate()
-        reason = f"not done within {SECONDS * len(shapes)} s"
+    process = start_process(module, name, shapes, arguments, folders)
+    printed, reason = printed_by(process, SECONDS * len(shapes))
     records = [json.loads(line) for line in printed.splitlines() if line.startswith('{"op"')]
     missing = [shape for shape in shapes if not any(record["layer"] == shape for record in records)]
     return records + [{"op": module, "layer": shape, "impl": name, "skipped": reason} for shape in missing]
+
+
+def start_process(
+    module: str, name: str, shapes: Sequence[str], arguments: list[str], folders: dict[str, tuple[str, ...]]
+) -> subprocess.Popen:
+    environment = {**os.environ, "FLA_FLASH_QLA": "1" if _hands_over(name) else "0"}
+    environment["PYTHONPATH"] = command.search_path(folders.get(name, ()))
+    arguments = [sys.executable, "-m", f"flashqla_hub.bench.{module}", name, ",".join(shapes), *arguments]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def printed_by(process: subprocess.Popen, seconds: float) -> tuple[str, str]:
+    """What a process printed, and why it may have printed less than it was asked for."""
+    try:
+        printed, _ = process.communicate(timeout=seconds)
+        return printed, f"the process ended with code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        printed, _ = process.communicate()
+        return printed, f"not done within {seconds} s"
 
 
 def _hands_over(name: str) -> bool:
@@ -233,10 +289,20 @@ def kernels(call: Callable[[], object], calls: int = 1) -> list[tuple[str, int, 
     return [(event.key, event.count, event.self_device_time_total / 1e3) for event in events]
 
 
-def rest_ms(call: Callable[[], object]) -> float:
-    """Milliseconds a call that the GPU spends on anything but matrix products."""
-    found = kernels(call, PROFILED)
-    return sum(ms for name, _, ms in found if not any(word in name.lower() for word in PRODUCTS)) / PROFILED
+def rest_ms(call: Callable[[], object], only: Callable[[], object]) -> float:
+    """Milliseconds a call that the GPU spends on anything but the matrix products, which `only` does alone.
+
+    A kernel counts as one of those if it is called like one, and is either used by `only` too or written for this GPU: PyTorch's
+    recurrence has products of its own, in float32. Our kernel for those of a few tokens counts, too.
+    """
+    known_products = {name for name, _, _ in kernels(only)}
+
+    def is_product(name: str) -> bool:
+        return any(word in name.lower() for word in PRODUCTS) and (
+            name in known_products or name.startswith(("nvjet", OUR_PRODUCTS))
+        )
+
+    return sum(ms for name, _, ms in kernels(call, PROFILED) if not is_product(name)) / PROFILED
 
 
 def put_in_fla(layer: "torch.nn.Module", raw_gates: bool) -> None:
@@ -330,7 +396,7 @@ def measure_decode(layer: "torch.nn.Module", config: object, x: "torch.Tensor", 
     return {
         "ms": graph_milliseconds(decode),
         "matrix_ms": graph_milliseconds(lambda: only(step)),
-        "rest_ms": rest_ms(decode),
+        "rest_ms": rest_ms(decode, lambda: only(step)),
         "eager_ms": milliseconds(decode),
         "launches": sum(count for _, count, _ in kernels(decode)),
     }
@@ -387,7 +453,7 @@ def figures_of(call: Callable[[], object], only: Callable[[], object]) -> dict:
     """Times of a forward or a training step, and the memory that it takes above what was there before it."""
     import torch
 
-    figures = {"ms": milliseconds(call), "matrix_ms": milliseconds(only), "rest_ms": rest_ms(call)}
+    figures = {"ms": milliseconds(call), "matrix_ms": milliseconds(only), "rest_ms": rest_ms(call, only)}
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     call()

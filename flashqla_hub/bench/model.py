@@ -20,18 +20,18 @@ from rich.console import Console
 from . import command
 from .layer import (
     IMPLEMENTATIONS,
-    OURS,
+    PATH,
     SHAPES,
+    WARM,
     Shape,
-    as_table,
     check_handed_over,
+    compare,
     known,
     milliseconds,
     put_in_fla,
-    run_implementation,
     serve_with,
 )
-from .record import append, git_commit, run_name
+from .record import git_commit, run_name
 
 if TYPE_CHECKING:
     import torch
@@ -50,33 +50,23 @@ def bench_model_command(
     operation: Annotated[
         list[str] | None, typer.Option(help=f"Of {', '.join(OPERATIONS)}; all but the last if left out.")
     ] = None,
+    path: Annotated[list[str] | None, typer.Option(help=PATH)] = None,
+    warm: Annotated[bool, typer.Option("--warm", help=WARM)] = False,
     source: Annotated[Path, typer.Option(help="Folder of the kernel, with build/ in it.")] = command.ROOT,
     output: Annotated[Path | None, typer.Option(help="Record file; benchmarks/results/<device>/ by default.")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit of the sources, where the checkout has no .git.")] = None,
 ) -> None:
     """Time prefill and generated tokens of a model of random weights, with and without the kernel; write one JSON line each."""
-    console = Console()
     try:
         shapes = known("shape", shape or ["2b"], tuple(SHAPES))
         names = known("impl", impl, IMPLEMENTATIONS)
         operations = known("operation", operation or list(OPERATIONS[:-1]), OPERATIONS)
-        device = command.device_facts()
+        folders = command.parse_paths(path or (), IMPLEMENTATIONS)
+        common = {"run": run_name(commit or git_commit(command.ROOT)), **command.device_facts()}
     except ValueError as error:
-        console.print(str(error))
+        Console().print(str(error))
         raise typer.Exit(2) from None
-    common = {"run": run_name(commit or git_commit(command.ROOT)), **device}
-    folder = command.ROOT / "benchmarks" / "results" / command.device_folder(device["device"])
-    path = output or folder / f"{common['run']}-model.jsonl"
-    records = []
-    for name in names:
-        arguments = [",".join(operations), str(tokens), str(source)]
-        found = [{**common, **record} for record in run_implementation("model", name, shapes, arguments)]
-        append(path, found)
-        records += found
-    console.print(as_table(records))
-    console.print(f"Written to {path}")
-    if any(record.get("skipped") for record in records if record["impl"] == OURS):
-        raise typer.Exit(1)
+    compare("model", names, shapes, [",".join(operations), str(tokens), str(source)], folders, warm, output, common)
 
 
 def make_model(shape: Shape, device: str, dtype: "torch.dtype", **sizes: int) -> "torch.nn.Module":

@@ -70,7 +70,7 @@ def test_table_shows_figures_and_reasons():
 
 def test_process_that_ends_early_leaves_a_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(bench.sys, "executable", "/bin/false")
-    (record,) = bench.run_implementation("layer", "flashqla", ("2b",), ["forward", "64", "1", str(tmp_path)])
+    (record,) = bench.run_implementation("layer", "flashqla", ("2b",), ["forward", "64", "1", str(tmp_path)], {})
     assert record["layer"] == "2b" and record["skipped"] == "the process ended with code 1"
 
 
