@@ -29,7 +29,7 @@ from ._sm90 import (
     WARPGROUP,
     WARPS_PER_GROUP,
 )
-from ._tile import arrive, fraction, is_factored, wait
+from ._tile import arrive, find_reference, fraction, wait
 
 BY_ROWS = T.GemmWarpPolicy.FullRow  # each state warpgroup takes 64 value rows
 STATE_THREADS = RECURRENCE.state.warps * WARP
@@ -170,11 +170,19 @@ def write_state(half, thread, t, b, r, i):
 
 
 @T.macro
+def finish_state(t, r, slot):
+    """The decay from the reference to the chunk's end, where they differ."""
+    if t.late_decay[slot] != 1.0:
+        for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+            r.S[a, c] *= t.late_decay[slot]
+
+
+@T.macro
 def read_state(half, t, r, i):
-    """O of a chunk, from the state before it and N; the state product is complete afterwards."""
+    """O of a chunk, from the state before it and N; state and outputs are complete afterwards."""
     stage, slot = i % STAGES, i % SLOTS
     T.wgmma_gemm(r.S_in, t.q[stage, :, :], r.O, transpose_B=True, clear_accum=True, policy=BY_ROWS)
-    if t.write_stage[slot] != DECAYED_KEYS:  # factored: the scores carry the inverse of the outputs' scale
+    if t.in_one_step[slot] != 0:  # the scores carry the inverse of the outputs' scale
         T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
         give_turn(half)
         T.wait_wgmma(0)
@@ -185,6 +193,7 @@ def read_state(half, t, r, i):
         scale_outputs(t, r, slot)
         T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
         T.wait_wgmma(0)
+        finish_state(t, r, slot)
 
 
 @T.macro
@@ -197,6 +206,7 @@ def keep_state(thread, t, b, r, chunks, silent):
         write_state(half, thread, t, b, r, i)
         give_turn(half)
         T.wait_wgmma(0)
+        finish_state(t, r, i % SLOTS)
         arrive(b.scores_free, i % SLOTS, thread)
         arrive(b.tokens_free, i % STAGES, thread)
         arrive(b.output_ready, half * SLOTS + i % SLOTS, thread)
@@ -288,7 +298,8 @@ def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_output
     """The scales of a chunk and, if it has outputs, Q K^T with its mask and gates; then says that all of it is there."""
     lane, warp = thread % WARP, (thread - STATE_THREADS) // WARP
     row, part = (thread - STATE_THREADS) // 2, thread % 2
-    q_scale = T.alloc_local((1,), "float32")
+    q_scale, reference = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
+    factored = T.alloc_local((1,), "int32")
     decay, last, since = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
     stage, slot = i % STAGES, i % SLOTS
     wait(b.tokens_ready, stage, phase(i, STAGES))
@@ -298,33 +309,40 @@ def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_output
         query_scale(dtype, t, stage, row, part, scale, use_l2norm, q_scale)
     decay = t.decay[stage, row]
     last = t.decay[stage, CHUNK - 1]
-    factored = is_factored(dtype, last, t.decay[stage, lane], t.decay[stage, lane + WARP])
+    find_reference(dtype, last, t.decay[stage, lane], t.decay[stage, lane + WARP], reference, factored)
     since = T.exp2(decay)
     wait(b.scores_free, slot, phase_before(i, SLOTS))
     t.row_scale[slot, part, row] = since * T.Select(part == READ, t.key_norm[stage, row], q_scale[0])
     if part == 0:
-        t.score_scale[row] = q_scale[0]
+        t.score_scale[row] = q_scale[0] * T.Select(factored[0] != 0, T.exp2(decay - reference[0]), 1.0)
         t.key_scale[row] = T.exp2(T.floor(last - decay))
     if row == CHUNK - 1:
         if part == 0:
-            t.chunk_decay[slot] = since
-            t.write_stage[slot] = T.Select(factored != 0, stage, DECAYED_KEYS)
+            t.chunk_decay[slot] = T.exp2(reference[0])
+            t.late_decay[slot] = T.exp2(last - reference[0])
+            t.write_stage[slot] = T.Select(factored[0] != 0, stage, DECAYED_KEYS)
+            t.in_one_step[slot] = T.cast(T.And(factored[0] != 0, reference[0] == last), "int32")
     T.sync_warp()
     if has_outputs:
         T.wait_wgmma(0)
-        if factored != 0:
+        if factored[0] == 0:
+            gate_scores(t, r, stage, warp, lane, last)
+        elif reference[0] == last:
             growth = T.exp2(-last)
             for a, c in T.Parallel(CHUNK, CHUNK):
                 r.out[a, c] = T.Select(a >= c, r.score[a, c] * growth, 0.0)
         else:
-            gate_scores(t, r, stage, warp, lane, last)
+            for a in T.Parallel(CHUNK):
+                r.row_factor[a] = t.score_scale[a]
+            for a, c in T.Parallel(CHUNK, CHUNK):
+                r.out[a, c] = T.Select(a >= c, r.score[a, c] * r.row_factor[a], 0.0)
         T.copy(r.out, t.scores[slot, :, :])
     wait(b.values_ready, slot, phase(i, SLOTS))
     if has_outputs:
         if i == item[ITEM_CHUNKS] - 1:
             if item[ITEM_LAST_ROWS] < CHUNK:
                 clear_tail(dtype, t, stage, slot, item[ITEM_LAST_ROWS])
-    if factored == 0:
+    if factored[0] == 0:
         if i > 0:  # one place for decayed keys: the chunk before must be through with it
             wait(b.scores_free, 1 - slot, phase(i - 1, SLOTS))
         decay_keys(dtype, t, stage, warp, lane)

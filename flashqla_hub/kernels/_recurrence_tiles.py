@@ -29,7 +29,9 @@ class Tiles(Group):
         self.operand = T.alloc_shared((SLOTS, CHUNK, CHUNK), dtype)
         self.scores = T.alloc_shared((SLOTS, CHUNK, CHUNK), dtype)
         self.row_scale = T.alloc_shared((SLOTS, 2, CHUNK), "float32")
-        self.chunk_decay = T.alloc_shared((SLOTS,), "float32")
+        self.chunk_decay = T.alloc_shared((SLOTS,), "float32")  # to the reference, and from there to the chunk's end
+        self.late_decay = T.alloc_shared((SLOTS,), "float32")
+        self.in_one_step = T.alloc_shared((SLOTS,), "int32")  # whether the two products of the outputs share a scale
         self.write_stage = T.alloc_shared((SLOTS,), "int32")  # where the state product finds its keys
         self.score_scale = T.alloc_shared((CHUNK,), "float32")
         self.key_scale = T.alloc_shared((CHUNK,), "float32")

@@ -54,9 +54,9 @@ STRONGEST_GATE = -150.0
 gate acts the same. The bound keeps the sum of 64 gates exact to 2^-11, where one of -1e30 or -inf would swallow the rest."""
 
 FACTORED_RANGE = {"bfloat16": 80.0, "float16": 8.0}
-"""Largest |log2 decay| from the chunk's last token back to any other, and to the chunk's start, for which decay[t, s] is
-split into a factor of t and one of s. The factors pass through operands of the given dtype: 2^80 leaves bfloat16 room for
-|q||k| up to 2^40 and for values down to 2^-40; 2^8 is what float16 has to spare."""
+"""Largest |log2 decay| between a reference and any token of the chunk, and the chunk's start, for which decay[t, s] is
+split into a factor of t and one of s (`_tile.find_reference`). The factors pass through operands of the given dtype: 2^80
+leaves bfloat16 room for |q||k| up to 2^40 and for values of 2^-40 to 2^40; 2^8 is what float16 has to spare."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class RecurrenceLayout:
         row = CHUNK * BYTES["float32"]
         staged = self.stages * (2 * wide + 2 * row)  # q, k, decay, key_norm
         decayed_keys = wide
-        slotted = self.slots * (2 * wide + 2 * square + 2 * row + BYTES["float32"] + BYTES["int32"])
+        slotted = self.slots * (2 * wide + 2 * square + 2 * row + 2 * BYTES["float32"] + 2 * BYTES["int32"])
         scratch = (2 + self.scores.warps) * row + ITEM_WORDS * BYTES["int32"]
         return staged + decayed_keys + slotted + scratch
 

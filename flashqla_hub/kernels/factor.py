@@ -4,7 +4,7 @@ With K K^T of the chunk's (normalised) keys, L = tril(diag(beta) K K^T, -1), A =
 chunk's start, the recurrence needs A[t, s] e^(G_t - G_s) beta_s. The gate is a similarity and leaves the inverse, so A is
 free of it. What is written is scaled once more so that its product serves the state as it is (`recurrence.py`):
 
-    factored chunk   operand[t, s] = norm_t A[t, s] beta_s 2^(G_end - G_s)              decay to the chunk's end
+    factored chunk   operand[t, s] = norm_t A[t, s] beta_s 2^(R - G_s)                  R = G_end, or G_end / 2 (`_tile.py`)
     other chunks     operand[t, s] = norm_t A[t, s] beta_s 2^(G_t + f_t - G_s)          f_t the fraction of G_end - G_t
 
 Only decays from an earlier to a later token are formed. A row behind the sequence's end is a zero row of L with beta 0.
@@ -51,7 +51,7 @@ from ._sm90 import (
     WRITE_SLACK,
 )
 from ._solve import HALF, invert_leaf, join_blocks, join_leaves, join_row, load_left
-from ._tile import Group, arrive, fraction, is_factored, linear, wait
+from ._tile import Group, arrive, find_reference, fraction, linear, wait
 
 LOG2_E = 1.4426950408889634
 GROWTH = CHUNK * WRITE_SLACK * LOG2_E  # of a chunk whose writes use the slack
@@ -109,6 +109,7 @@ def load_gates(gate, strength, g, beta, head, first, rows, lane):
 def sum_gates(dtype, t, buffer, side, gate, strength, decay, slot, head, rows, lane):
     """Decays of a chunk, in log2, and what follows from them; one warp, two tokens a lane."""
     total, carried, last = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
+    reference, factored = T.alloc_local((1,), "float32"), T.alloc_local((1,), "int32")
     for e in T.unroll(2):
         gate[e] = T.Select(2 * lane + e < rows, gate[e] * LOG2_E, 0.0)
         gate[e] = T.Select(gate[e] < STRONGEST_GATE, STRONGEST_GATE, gate[e])
@@ -120,6 +121,7 @@ def sum_gates(dtype, t, buffer, side, gate, strength, decay, slot, head, rows, l
     gate[0] = total - gate[1]
     gate[1] = total
     last = T.shfl_sync(total, WARP - 1)
+    find_reference(dtype, last, gate[0], gate[1], reference, factored)
     for e in T.vectorized(2):
         t.decay[buffer, side, 2 * lane + e] = gate[e]
     for e in T.vectorized(2):
@@ -131,10 +133,9 @@ def sum_gates(dtype, t, buffer, side, gate, strength, decay, slot, head, rows, l
     for e in T.vectorized(2):
         t.row_decay[buffer, side, 2 * lane + e] = gate[e] + fraction(last - gate[e])
     for e in T.vectorized(2):
-        t.column_scale[buffer, side, 2 * lane + e] = strength[e] * T.exp2(last - gate[e])
-    factored = is_factored(dtype, last, gate[0], gate[1])
+        t.column_scale[buffer, side, 2 * lane + e] = strength[e] * T.exp2(reference[0] - gate[e])
     if lane == 0:
-        t.factored[buffer, side] = factored
+        t.factored[buffer, side] = factored[0]
 
 
 def place_of_leaf_entry(row, column):
