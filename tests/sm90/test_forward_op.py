@@ -51,6 +51,7 @@ GATES = {
     "mild": constant(-1e-3),
     "slow": constant(-0.02),
     "one": constant(-1.0),
+    "steep": constant(-1.7),
     "thirty": constant(-30.0),
     "thousand": constant(-1000.0),
     "infinite": constant(-float("inf")),
@@ -205,7 +206,7 @@ CASES = [
 
 
 SPLIT_LENGTHS = (0, 65, 700, 1, 64, 1111, 128, 0)
-SPLIT_GATES = ("none", "mild", "one", "thirty", "infinite", "trained", "huge-among-mild", "infinite-among-mild")
+SPLIT_GATES = ("none", "mild", "one", "steep", "thirty", "infinite", "trained", "huge-among-mild", "infinite-among-mild")
 
 
 def split_cases():
