@@ -30,12 +30,12 @@ class Shape:
 
 
 @T.macro
-def load_weights(taps, size, raw, wide, weight, weights, wide_weights, is_wide, vector, width):
+def load_weights(taps, size, raw, wide, weight, weights, wide_weights, is_wide, vector, width, is_exact=False):
     """weight[j * size + e] multiplies the token j before, in channel e of the vector; 0 for j >= width.
 
-    Of [D, W] weights, in the dtype of x or, if `is_wide`, in float32.
+    Of [D, W] weights, in the dtype of x or, if `is_wide`, in float32. is_exact: the width is known to be `taps`.
     """
-    if width == taps:
+    if is_exact or width == taps:
         if is_wide != 0:
             for part in T.unroll(taps * size // FLOATS):
                 for e in T.vectorized(FLOATS):

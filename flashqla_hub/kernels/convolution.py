@@ -6,12 +6,12 @@
 Reads        x [B, T, D] · weights [D W] · bias [D] · sequence [B T] int32, of each token · initial [B D (W - 1)]
 Writes       y [B, T, D] · final [B D (W - 1)], the last W - 1 tokens of initial and x
 
-Thread       a vector of neighbouring channels over `tokens_per_thread` tokens of one row. Threads of a warp are neighbours
-             in channels first, so that a warp reads and writes runs of 256 bytes of a token.
+Block        a tile, `turn` tokens of one row, of THREADS vectors of neighbouring channels; a thread has a vector
 
-Tokens are read once, and the W - 1 before a thread's first once more, which the L2 still has. A token's load is issued a
-round before its use, into the registers that the token of this round has just left. A token of a negative sequence is
-seen by none and gives 0.
+A thread issues all its loads, of its tokens and the W - 1 before them, and then waits for the first: a grid of many such
+short blocks keeps more bytes in flight than rounds of loads do, and leaves little of its last wave empty. A token of a
+negative sequence is seen by none and gives 0. A block may begin while the kernel before it on the stream ends
+(programmatic launch), and waits before its first load.
 """
 
 import tilelang.language as T
@@ -24,7 +24,6 @@ from ._convolution import (
     add_taps,
     fast_gate,
     find_origin,
-    keep_order,
     load_bias,
     load_history,
     load_vector,
@@ -36,13 +35,13 @@ from ._convolution import (
 )
 from ._sm90 import HEAD_DIM, L2NORM_EPS, WARP
 
-SHAPES = {  # by the taps, the mode and whether heads are normalised
-    (4, "exact", False): Shape(size=4, turn=4, blocks_per_sm=5),
-    (4, "exact", True): Shape(size=4, turn=4, blocks_per_sm=5),
-    (4, "general", False): Shape(size=4, turn=4, blocks_per_sm=4),
-    (4, "general", True): Shape(size=4, turn=4, blocks_per_sm=4),
-    (8, "exact", False): Shape(size=4, turn=8, blocks_per_sm=3),
-    (8, "general", False): Shape(size=4, turn=8, blocks_per_sm=3),
+SHAPES = {  # by the taps, the mode and whether heads are normalised; marks of a tile's tokens take 2 of 32 bits each
+    (4, "exact", False): Shape(size=2, turn=20, blocks_per_sm=7),
+    (4, "exact", True): Shape(size=4, turn=16, blocks_per_sm=5),
+    (4, "general", False): Shape(size=2, turn=16, blocks_per_sm=8),
+    (4, "general", True): Shape(size=4, turn=16, blocks_per_sm=4),
+    (8, "exact", False): Shape(size=2, turn=16, blocks_per_sm=5),
+    (8, "general", False): Shape(size=2, turn=16, blocks_per_sm=5),
 }
 
 
@@ -128,7 +127,7 @@ def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
         x_row: T.int64,
         x_token: T.int32,
         width: T.int32,
-        tokens_per_thread: T.int32,
+        depth: T.int32,
         is_wide: T.int32,
         has_bias: T.int32,
         is_packed: T.int32,
@@ -138,64 +137,60 @@ def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
         normed_vectors: T.int32,
     ):
         with T.Kernel(
-            T.ceildiv(batch * T.ceildiv(tokens, tokens_per_thread) * vectors, THREADS), threads=THREADS
-        ) as block:
+            T.ceildiv(vectors, THREADS),
+            depth,
+            T.ceildiv(batch * T.ceildiv(tokens, turn), depth),
+            threads=THREADS,
+        ) as (group, part, layer):
             T.import_source(DEVICE_CODE)
             T.annotate_min_blocks_per_sm(blocks)
             weight, bias_local = T.alloc_local((taps * size,), "float32"), T.alloc_local((size,), "float32")
             ring, z = T.alloc_local((taps * size,), "float32"), T.alloc_local((size,), "float32")
             wide, raw_weight = T.alloc_local((FLOATS,), "float32"), T.alloc_local((taps * size,), dtype)
-            raw_history = T.alloc_local(((taps - 1) * size,), dtype)
-            raw, coming = T.alloc_local((turn * size,), dtype), T.alloc_local((turn * size,), dtype)
+            raw_history, raw = T.alloc_local(((taps - 1) * size,), dtype), T.alloc_local((turn * size,), dtype)
             out = T.alloc_local((size,), dtype)
             tile, vector, row, tiles, state_at, entry_at = (T.alloc_var("int32") for _ in range(6))
-            first, stop, token, origin, previous, reach, marks = (T.alloc_var("int32") for _ in range(7))
+            first, stop, origin, previous, reach, marks = (T.alloc_var("int32") for _ in range(6))
             x_at, y_at = T.alloc_var("int64"), T.alloc_var("int64")
-            tile = T.truncdiv(block * THREADS + T.get_thread_binding(), vectors)
-            vector = T.truncmod(block * THREADS + T.get_thread_binding(), vectors)
-            tiles = T.truncdiv(tokens + tokens_per_thread - 1, tokens_per_thread)
+            tile = layer * depth + part
+            vector = group * THREADS + T.get_thread_binding()
+            tiles = T.truncdiv(tokens + turn - 1, turn)
             row = T.truncdiv(tile, tiles)
-            first = T.truncmod(tile, tiles) * tokens_per_thread
-            if row < batch:
-                stop = T.min(first + tokens_per_thread, tokens)
+            first = T.truncmod(tile, tiles) * turn
+            T.pdl_sync()
+            if row < batch and vector < vectors:
+                stop = T.min(first + turn, tokens)
                 x_at = row * x_row + first * T.cast(x_token, "int64") + vector
                 y_at = (row * T.cast(tokens, "int64") + first) * vectors + vector
                 state_at = (row * vectors + vector) * size * (width - 1)
-                entry_at = row * tokens
+                entry_at = row * tokens + first
                 load_history(taps, size, raw_history, x, x_at, x_token, first)
                 for i in T.unroll(turn):
                     load_vector(size, raw, i, x, x_at)
                     if first + i + 1 < stop:
                         x_at += x_token
-                load_weights(taps, size, raw_weight, wide, weight, weights, wide_weights, is_wide, vector, width)
+                load_weights(
+                    taps, size, raw_weight, wide, weight, weights, wide_weights, is_wide, vector, width, not is_general
+                )
                 load_bias(size, raw_weight, bias_local, bias, wide_bias, is_wide, vector, has_bias)
                 scale_weights(taps, size, weight, bias_local, silu)
                 place_history(taps, size, raw_history, ring, initial, state_at, first, width, has_initial)
+                marks = 0
                 if is_general:
-                    find_origin(taps, origin, previous, sequence, entry_at + first, first, is_packed)
-                for part in T.unroll(T.truncdiv(stop - first + turn - 1, turn), unroll_factor=1):
-                    token = first + part * turn
-                    for i in T.unroll(turn):
-                        load_vector(size, coming, i, x, x_at)
-                        if token + turn + i + 1 < stop:
-                            x_at += x_token
-                    keep_order()
-                    marks = 0
-                    if is_general and is_packed != 0:
-                        mark_tokens(turn, marks, previous, sequence, entry_at + token, stop - token)
-                    for i in T.unroll(turn):
-                        widen(size, ring, i % taps, raw, i)
-                        if is_general:
-                            if (marks >> i & 1) != 0:
-                                origin = token + i
-                            reach = T.min(width, token + i - origin + 1)
-                        add_taps(taps, size, z, bias_local, weight, ring, i % taps, reach, is_general)
-                        is_none = is_general and (marks >> (turn + i) & 1) != 0
-                        is_normed = norms_heads and vector < normed_vectors
-                        write_token(size, out, z, is_none, silu, is_normed, y, y_at, token + i < stop)
-                        y_at += vectors
-                    for i in T.unroll(turn * size):
-                        raw[i] = coming[i]
+                    find_origin(taps, origin, previous, sequence, entry_at, first, is_packed)
+                    if is_packed != 0:
+                        mark_tokens(turn, marks, previous, sequence, entry_at, stop - first)
+                for i in T.unroll(turn):
+                    widen(size, ring, i % taps, raw, i)
+                    if is_general:
+                        if (marks >> i & 1) != 0:
+                            origin = first + i
+                        reach = T.min(width, first + i - origin + 1)
+                    add_taps(taps, size, z, bias_local, weight, ring, i % taps, reach, is_general)
+                    is_none = is_general and (marks >> (turn + i) & 1) != 0
+                    is_normed = norms_heads and vector < normed_vectors
+                    write_token(size, out, z, is_none, silu, is_normed, y, y_at, first + i < stop)
+                    y_at += vectors
                 if writes_final != 0 and stop == tokens:
                     write_final(
                         size,

@@ -36,9 +36,11 @@ from ._convolution import (
     widen,
 )
 
-SHAPES = {
-    4: Shape(size=4, turn=4, blocks_per_sm=3),
-    8: Shape(size=2, turn=8, blocks_per_sm=3),
+SHAPES = {  # by the taps and whether the mode is "exact"
+    (4, True): Shape(size=4, turn=4, blocks_per_sm=4),
+    (4, False): Shape(size=4, turn=4, blocks_per_sm=3),
+    (8, True): Shape(size=2, turn=8, blocks_per_sm=3),
+    (8, False): Shape(size=2, turn=8, blocks_per_sm=3),
 }
 
 
@@ -114,9 +116,13 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
     mode: "exact" for the width `taps` and rows of one sequence each, "general" for widths up to it and any sequences,
     "states" for widths up to it and rows with states before and after.
     """
-    is_general, has_states, shape = mode != "exact", mode == "states", shape or SHAPES[taps]
+    is_general, has_states, shape = mode != "exact", mode == "states", shape or SHAPES[taps, mode == "exact"]
     size, turn, blocks = shape.size, shape.turn, shape.blocks_per_sm
-    vectors, weight_count, entries = T.dynamic("vectors"), T.dynamic("weight_count"), T.dynamic("entries")
+    weight_count, entries, partial_vectors = (
+        T.dynamic("weight_count"),
+        T.dynamic("entries"),
+        T.dynamic("partial_vectors"),
+    )
     bias_count, wide_bias_count = T.dynamic("bias_count"), T.dynamic("wide_bias_count")
     wide_weight_count = T.dynamic("wide_weight_count")
     x_vectors, dy_vectors, dx_vectors = T.dynamic("x_vectors"), T.dynamic("dy_vectors"), T.dynamic("dx_vectors")
@@ -125,7 +131,6 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
         T.dynamic("dinitial_count"),
         T.dynamic("dfinal_count"),
     )
-    partial_tiles = T.dynamic("partial_tiles")
 
     @T.prim_func
     def convolution_backward(
@@ -140,9 +145,11 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
         dfinal: T.Tensor((dfinal_count,), dtype),
         dx: T.Tensor((dx_vectors, size), dtype),
         dinitial: T.Tensor((dinitial_count,), dtype),
-        partial: T.Tensor((partial_tiles, taps + 1, vectors, size), "float32"),
+        partial: T.Tensor((partial_vectors, size), "float32"),
         batch: T.int32,
         tokens: T.int32,
+        vectors: T.int32,
+        row_vectors: T.int32,
         x_row: T.int64,
         x_token: T.int32,
         dy_row: T.int64,
@@ -156,7 +163,9 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
         has_dfinal: T.int32,
         silu: T.int32,
     ):
-        with T.Kernel(T.ceildiv(partial_tiles * vectors, THREADS), threads=THREADS) as block:
+        with T.Kernel(
+            T.ceildiv(batch * T.ceildiv(tokens, tokens_per_thread) * vectors, THREADS), threads=THREADS
+        ) as block:
             T.import_source(DEVICE_CODE)
             T.annotate_min_blocks_per_sm(blocks)
             weight, bias_local = T.alloc_local((taps * size,), "float32"), T.alloc_local((size,), "float32")
@@ -171,19 +180,20 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
             tile, vector, row, tiles, state_at, entry_at = (T.alloc_var("int32") for _ in range(6))
             first, stop, end, token, origin, previous, reach, marks, u = (T.alloc_var("int32") for _ in range(9))
             scale = T.alloc_var("float32")
-            x_at, dy_at, dx_at = T.alloc_var("int64"), T.alloc_var("int64"), T.alloc_var("int64")
+            x_at, dy_at, dx_at, partial_at = (T.alloc_var("int64") for _ in range(4))
             tile = T.truncdiv(block * THREADS + T.get_thread_binding(), vectors)
             vector = T.truncmod(block * THREADS + T.get_thread_binding(), vectors)
             tiles = T.truncdiv(tokens + tokens_per_thread - 1, tokens_per_thread)
             row = T.truncdiv(tile, tiles)
             first = T.truncmod(tile, tiles) * tokens_per_thread
+            T.pdl_sync()
             if row < batch:
                 stop = T.min(first + tokens_per_thread, tokens)
                 end = T.min(stop + taps - 1, tokens)
                 x_at = row * x_row + first * T.cast(x_token, "int64") + vector
                 dy_at = row * dy_row + first * T.cast(dy_token, "int64") + vector
-                dx_at = (row * T.cast(tokens, "int64") + first - (taps - 1)) * vectors + vector
-                state_at = (row * vectors + vector) * size * (width - 1)
+                dx_at = (row * T.cast(tokens, "int64") + first - (taps - 1)) * row_vectors + vector
+                state_at = (row * row_vectors + vector) * size * (width - 1)
                 entry_at = row * tokens
                 load_history(taps, size, raw_history, x, x_at, x_token, first)
                 for i in T.unroll(turn):
@@ -192,7 +202,9 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
                     if first + i + 1 < end:
                         x_at += x_token
                         dy_at += dy_token
-                load_weights(taps, size, raw_weight, wide, weight, weights, wide_weights, is_wide, vector, width)
+                load_weights(
+                    taps, size, raw_weight, wide, weight, weights, wide_weights, is_wide, vector, width, not is_general
+                )
                 load_bias(size, raw_weight, bias_local, bias, wide_bias, is_wide, vector, has_bias)
                 place_history(taps, size, raw_history, ring, initial, state_at, first, width, has_initial)
                 if is_general:
@@ -245,7 +257,7 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
                         write_vector(size, out, dring, (i + 1) % taps, dx, dx_at, u >= first and u < stop)
                         if has_states:
                             write_dinitial(size, out, dinitial, state_at, u, first, width, has_initial)
-                        dx_at += vectors
+                        dx_at += row_vectors
                     for i in T.unroll(turn * size):
                         raw[i] = coming[i]
                         raw_dy[i] = coming_dy[i]
@@ -284,16 +296,17 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
                     write_vector(size, out, dring, (i + 1) % taps, dx, dx_at, u >= first and u < stop)
                     if has_states:
                         write_dinitial(size, out, dinitial, state_at, u, first, width, has_initial)
-                    dx_at += vectors
+                    dx_at += row_vectors
                 scale = T.Select(silu != 0, LOG2_E, 1.0)
                 for i in T.unroll(taps * size):
                     dweight[i] = dweight[i] * scale
                 for e in T.unroll(size):
                     dbias[e] = dbias[e] * scale
+                partial_at = T.cast(tile, "int64") * (taps + 1) * row_vectors + vector
                 for j in T.unroll(taps):
                     for e in T.vectorized(size):
-                        partial[tile, j, vector, e] = dweight[j * size + e]
+                        partial[partial_at + j * row_vectors, e] = dweight[j * size + e]
                 for e in T.vectorized(size):
-                    partial[tile, taps, vector, e] = dbias[e]
+                    partial[partial_at + taps * row_vectors, e] = dbias[e]
 
     return convolution_backward

@@ -37,6 +37,7 @@ def build_convolution_gradients(dtype):
             channel = part * WARP + lane
             row = T.Select(index < width, index, rows - 1)
             total = 0.0
+            T.pdl_sync()
             if channel < channels:
                 for turn in T.serial(T.truncdiv(tiles - group + GROUPS - 1, GROUPS)):
                     total += partial[group + turn * GROUPS, row, channel]

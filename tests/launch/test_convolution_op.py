@@ -26,6 +26,7 @@ class Call:
     silu: bool = True
     normed: int = 0
     padding: int = 16  # channels of the projection that x is a part of
+    cuts: tuple[int, ...] = ()  # of dy's channels
 
 
 def make_arguments(call: Call):
@@ -60,8 +61,18 @@ def run_backward(call: Call):
     x, weight, bias, sequence, initial = make_arguments(call)
     dy = torch.zeros(call.batch, call.tokens, call.channels, dtype=x.dtype)
     dfinal = torch.full((call.batch, call.channels, call.width - 1), 5.0, dtype=x.dtype) if call.final else None
-    results = op("sm90_causal_conv1d_bwd", x, dy, weight, bias, sequence, initial, dfinal, call.silu)
-    names = addresses_of(x=x, dy=dy, weight=weight, bias=bias, sequence=sequence, initial=initial, dfinal=dfinal)
+    parts = [part.contiguous() for part in dy.tensor_split(call.cuts, dim=-1)] if call.cuts else [dy]
+    others = (*parts[1:], None, None)[:2]
+    results = op("sm90_causal_conv1d_bwd", x, parts[0], weight, bias, sequence, initial, dfinal, call.silu, *others)
+    names = addresses_of(
+        x=x,
+        **dict(zip(("dy", "dy_k", "dy_v"), parts, strict=False)),
+        weight=weight,
+        bias=bias,
+        sequence=sequence,
+        initial=initial,
+        dfinal=dfinal,
+    )
     names |= addresses_of(**dict(zip(("dx", "dweight", "dbias", "dinitial"), results, strict=True)))
     contents = [tensor.unique().tolist() for tensor in results]
     return launches(), names, describe(results), contents
@@ -83,6 +94,7 @@ DROPPABLE = {
     "dfinal_count",
     "dy_vectors",
     "dx_vectors",
+    "partial_vectors",
     "entries",
     "final_count",
     "initial_count",
@@ -101,17 +113,15 @@ def assert_arguments(launch, expected):
     assert known == {name: expected[name] for name in known}
 
 
-# Threads own 4 channels. 2 * 300 tokens of 12 vectors are one wave of threads whatever the tile: the least is 4 tokens.
-FORWARD_TILE = 4
-TILES = 2 * (300 // FORWARD_TILE)
-FORWARD = {
+EXACT_TILES, TILES = 2 * 15, 2 * 19  # rows of 300 tokens in tiles of 20, where every token has 4 taps, or 16
+FORWARD = {  # threads own 2 channels
     "batch": 2,
     "tokens": 300,
-    "vectors": D // 4,
-    "x_row": 300 * (D + 16) // 4,
-    "x_token": (D + 16) // 4,
+    "vectors": D // 2,
+    "x_row": 300 * (D + 16) // 2,
+    "x_token": (D + 16) // 2,
     "width": 4,
-    "tokens_per_thread": FORWARD_TILE,
+    "depth": EXACT_TILES,
     "is_wide": 0,
     "has_bias": 1,
     "is_packed": 0,
@@ -132,7 +142,7 @@ def forward_expectation(names, **changes):
 def test_the_forward_is_one_launch(product_process):
     [launch], names, described, _ = product_process.run(run_forward, Call())
     assert launch.kernel == "convolution_exact_4_bf16_kernel"
-    assert (launch.grid, launch.block) == ((-(-TILES * 12 // 128), 1, 1), (128, 1, 1))
+    assert (launch.grid, launch.block, launch.programmatic) == ((1, EXACT_TILES, 1), (128, 1, 1), True)
     assert_arguments(launch, forward_expectation(names))
     assert described == [((2, 300, D), "torch.bfloat16"), ((0, D, 3), "torch.bfloat16")]
 
@@ -140,7 +150,7 @@ def test_the_forward_is_one_launch(product_process):
 def test_the_forward_of_packed_rows_reads_sequences(product_process):
     [launch], names, _, _ = product_process.run(run_forward, Call(packed=True))
     assert launch.kernel == "convolution_general_4_bf16_kernel"
-    assert_arguments(launch, forward_expectation(names, sequence=names["sequence"], is_packed=1))
+    assert_arguments(launch, forward_expectation(names, sequence=names["sequence"], is_packed=1, depth=TILES))
 
 
 def test_states_before_and_after_the_forward(product_process):
@@ -200,15 +210,29 @@ def test_every_width_and_dtype_has_its_kernels(product_process, width, kernel, d
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens", "channels", "expected"),
+    ("batch", "tokens", "channels", "grid"),
     [
-        (1, 16, 8, 4),  # one wave whatever the tile: the smallest
-        (8, 4096, 2048, 28),  # 6 waves of 34, 204; tiles of 24 take 7 of 30, 210, and of 32 take 6 of 38, 228
-        (1, 1024, 2048, 8),  # 128 tiles of 512 threads are one wave of 101,376, and 256 of 4 tokens are two
+        (1, 16, 8, (1, 1, 1)),
+        (8, 4096, 2048, (8, 8 * 205, 1)),
+        (1, 20 * 65_536, 8, (1, 65_535, 2)),  # more tiles than a grid has blocks along its second axis
     ],
 )
-def test_tiles_follow_the_waves(product_process, batch, tokens, channels, expected):
+def test_a_block_of_the_forward_is_a_tile_of_128_vectors(product_process, batch, tokens, channels, grid):
     [launch], _, _, _ = product_process.run(run_forward, Call(batch=batch, tokens=tokens, channels=channels, padding=0))
+    assert launch.grid == grid
+
+
+@pytest.mark.parametrize(
+    ("packed", "batch", "tokens", "channels", "expected"),
+    [
+        (False, 8, 4096, 2048, 256),  # 128 tiles of 512 threads are one wave of 67,584, and 136 of 248 tokens are two
+        (False, 1, 1024, 2048, 8),  # 128 tiles of 512 threads are one wave
+        (True, 8, 4096, 2048, 172),  # 192 tiles are two waves of 50,688
+    ],
+)
+def test_tiles_of_the_backward_follow_the_waves(product_process, packed, batch, tokens, channels, expected):
+    call = Call(packed=packed, batch=batch, tokens=tokens, channels=channels, padding=0)
+    [launch, _], _, _, _ = product_process.run(run_backward, call)
     assert launch.arguments["tokens_per_thread"] == expected
 
 
@@ -252,6 +276,7 @@ def test_heads_are_normalised_by_kernels_of_their_own(product_process):
     call = Call(channels=512, normed=256, padding=0)
     [launch], _, _, _ = product_process.run(run_forward, call)
     assert (launch.kernel, launch.arguments["normed_vectors"]) == ("convolution_normed_exact_4_bf16_kernel", 64)
+    assert launch.grid == (1, TILES, 1), "threads own 4 channels, so that a head is a warp"
     [launch], _, _, _ = product_process.run(
         run_forward, replace(call, packed=True, dtype="float16", weight_dtype="float16")
     )
@@ -271,7 +296,10 @@ def backward_expectation(names, launch, **changes):
     expected |= {
         "weights": names["weight"],
         "partial": launch.arguments["partial"],
-        "partial_tiles": BACKWARD_TILES,
+        "vectors": D // 4,
+        "row_vectors": D // 4,
+        "x_row": 300 * (D + 16) // 4,
+        "x_token": (D + 16) // 4,
         "dy_row": 300 * D // 4,
         "dy_token": D // 4,
         "tokens_per_thread": BACKWARD_TILE,
@@ -284,6 +312,7 @@ def test_the_backward_sums_over_tiles_and_then_over_all(product_process):
     [backward, gradients], names, described, _ = product_process.run(run_backward, Call())
     assert backward.kernel == "convolution_backward_exact_4_bf16_kernel"
     assert backward.grid == (-(-BACKWARD_TILES * 12 // 128), 1, 1)
+    assert backward.programmatic and gradients.programmatic
     assert_arguments(backward, backward_expectation(names, backward))
     assert (gradients.kernel, gradients.grid) == ("convolution_gradients_bf16_kernel", (2, 5, 1))
     expected = {
@@ -299,6 +328,40 @@ def test_the_backward_sums_over_tiles_and_then_over_all(product_process):
     assert_arguments(gradients, expected)
     bf16 = "torch.bfloat16"
     assert described == [((2, 300, D), bf16), ((D, 4), bf16), ((D,), bf16), ((0, D, 3), bf16)]
+
+
+def test_dy_in_parts_is_a_launch_each_and_one_sum(product_process):
+    call = Call(cuts=(8, 32), initial=True, final=True)
+    found, names, _, _ = product_process.run(run_backward, call)
+    *parts, gradients = found
+    first, sizes = 0, (8, 24, 16)
+    for launch, name, channels in zip(parts, ("dy", "dy_k", "dy_v"), sizes, strict=True):
+        moved = {key: names[key] + 2 * first for key in ("x", "dx", "bias")}
+        moved |= {key: names[key] + 2 * 3 * first for key in ("initial", "dfinal", "dinitial")}
+        expected = backward_expectation(
+            names,
+            launch,
+            **moved,
+            **{"dy": names[name], "weights": names["weight"] + 2 * 4 * first, "vectors": channels // 4},
+            **{"dy_row": 300 * channels // 4, "dy_token": channels // 4, "has_initial": 1, "has_dfinal": 1},
+            partial=gradients.arguments["partial"] + 4 * first,
+        )
+        for absent in ("wide_weights", "wide_bias", "sequence"):
+            expected[absent] = names["x"]
+        assert_arguments(launch, expected)
+        assert launch.grid == (-(-BACKWARD_TILES * channels // 4 // 128), 1, 1)
+        first += channels
+
+
+def test_parts_of_dy_cover_every_channel(product_process):
+    with pytest.raises(RuntimeError, match="dy has 40 channels in all and x has 48; give a gradient for each of them"):
+        product_process.run(run_backward_without_its_last_part)
+
+
+def run_backward_without_its_last_part():
+    x, weight, bias, _, _ = make_arguments(Call())
+    dy = torch.zeros(2, 300, 40, dtype=x.dtype)
+    op("sm90_causal_conv1d_bwd", x, dy, weight, bias, None, None, None, True, None, None)
 
 
 def test_without_bias_there_is_no_gradient_of_it(product_process):

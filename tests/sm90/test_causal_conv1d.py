@@ -192,6 +192,28 @@ def test_values_and_gradients_are_the_sum_over_taps(ops, case):
             assert_rounded(actual, expected, name)
 
 
+PARTS = [
+    case
+    for case in CASES
+    if case.id in ("W4-bf16", "W3-fp16", "W8-bf16", "packed-W4", "states-T150-W4", "part-of-a-projection")
+]
+
+
+@pytest.mark.parametrize("case", PARTS, ids=lambda case: case.id)
+@pytest.mark.parametrize("cuts", [(8,), (64,), (32, 40)], ids=str)
+def test_dy_in_parts_gives_the_same_bits(ops, case, cuts):
+    """As a split of the output into q, k and v leaves it, each part with strides of its own."""
+    call = make_call(case)
+    whole = backward(ops, case, call)
+    parts = list(call.dy.tensor_split(cuts, dim=-1))
+    parts[1] = parts[1].contiguous()
+    poison()
+    in_parts = ops.sm90_causal_conv1d_bwd(
+        call.x, parts[0], call.weight, call.bias, call.sequence, call.initial, call.dfinal, case.silu, *parts[1:]
+    )
+    assert all(torch.equal(a, b) for a, b in zip(whole, in_parts, strict=True))
+
+
 REPEATED = [case for case in CASES if case.id in ("long", "packed-W4", "states-T150-W8", "few-channels")]
 
 

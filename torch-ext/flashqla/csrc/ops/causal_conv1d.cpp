@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t ALIGNMENT = 16;         // bytes of the addresses that vectors are loaded from
 constexpr int64_t VECTOR = 8;             // channels that the layout of x keeps together
-constexpr int64_t FORWARD_VECTOR = 4;     // channels of a thread of the forward
+constexpr int64_t GRID_LIMIT = 65535;     // blocks along the second axis of a grid
 constexpr int64_t HEAD_DIM = 128;
 constexpr int64_t NARROW = 4, WIDE = 8;   // taps of the two classes of kernels
 constexpr int64_t MULTIPROCESSORS = 132;  // of an H100 or H200
@@ -34,18 +34,30 @@ TensorView nothing(const char* name, const TensorView& x, int32_t dtype) {
   return contiguous_view(name, x.data, dtype, x.device, {1});
 }
 
+// A flat tensor from one of its elements on.
+TensorView from_element(const TensorView& flat, int64_t element) {
+  const int64_t bytes = flat.dtype == aoti_torch_dtype_float32() ? 4 : 2;
+  return contiguous_view(flat.name, static_cast<char*>(flat.data) + element * bytes, flat.dtype, flat.device,
+                         {flat.element_count() - element});
+}
+
+TensorView as_vectors(const TensorView& flat, int64_t vector) {
+  return contiguous_view(flat.name, flat.data, flat.dtype, flat.device, {flat.element_count() / vector, vector});
+}
+
 TensorView flat_or_nothing(const ArgumentTensor& argument, const char* name, const TensorView& x, int32_t dtype) {
   return argument.has_value() ? as_flat(argument.view()) : nothing(name, x, dtype);
 }
 
-// The memory of [B, T, D] as vectors, from its first element to its last, and how many lie between rows and tokens.
+// The memory of [B, T, D] as vectors, from a channel of its first token to its last, and how many lie between rows and
+// tokens.
 struct Rows {
   TensorView vectors;
   int64_t row, token;
 
-  Rows(const TensorView& x, int64_t vector) {
+  Rows(const TensorView& x, int64_t vector, int64_t channel = 0) {
     const int64_t span = (x.size[0] - 1) * x.stride[0] + (x.size[1] - 1) * x.stride[1] + x.size[2];
-    vectors = contiguous_view(x.name, x.data, x.dtype, x.device, {span / vector, vector});
+    vectors = as_vectors(from_element(contiguous_view(x.name, x.data, x.dtype, x.device, {span}), channel), vector);
     row = x.stride[0] / vector;
     token = require_int32(x.stride[1] / vector, NAME, "the distance of two tokens");
   }
@@ -56,13 +68,14 @@ void check_device(const TensorView& tensor, const TensorView& x) {
                  tensor.device, x.device);
 }
 
-// [B, T, D] with contiguous channels, and aligned tokens that do not overlap.
-void check_rows(const TensorView& tensor, const TensorView& x) {
+// [B, T, channels] with contiguous channels, and aligned tokens that do not overlap.
+void check_rows(const TensorView& tensor, const TensorView& x, int64_t channels) {
   check_device(tensor, x);
   FLASHQLA_CHECK(tensor.rank == 3, "%s has %d dimensions and must have 3, [B, T, D].", tensor.name, tensor.rank);
   FLASHQLA_CHECK(tensor.dtype == x.dtype, "%s and x have different dtypes; convert %s to that of x.", tensor.name,
                  tensor.name);
-  for (int axis = 0; axis < 3; axis++) require_size(tensor, NAME, axis, x.size[axis]);
+  for (int axis = 0; axis < 2; axis++) require_size(tensor, NAME, axis, x.size[axis]);
+  require_size(tensor, NAME, 2, channels);
   if (tensor.element_count() == 0) return;
   const bool is_aligned = reinterpret_cast<uintptr_t>(tensor.data) % ALIGNMENT == 0 && tensor.size[2] % VECTOR == 0 &&
                           tensor.stride[0] % VECTOR == 0 && tensor.stride[1] % VECTOR == 0;
@@ -115,6 +128,16 @@ struct Weights {
     bias = has_narrow_bias ? as_flat(bias_argument.view()) : nothing("bias", x, x.dtype);
     wide_bias = has_wide_bias ? as_flat(bias_argument.view()) : nothing("bias", x, float32);
   }
+
+  // Those of the channels from `channel` on.
+  Weights from_channel(int64_t channel) const {
+    Weights rest = *this;
+    TensorView& values = is_wide ? rest.wide_weight : rest.weight;
+    values = from_element(values, channel * width);
+    TensorView& offsets = is_wide ? rest.wide_bias : rest.bias;
+    if (has_bias) offsets = from_element(offsets, channel);
+    return rest;
+  }
 };
 
 void check_dtype(const TensorView& x) {
@@ -124,14 +147,30 @@ void check_dtype(const TensorView& x) {
 
 bool is_bfloat16(const TensorView& x) { return x.dtype == aoti_torch_dtype_bfloat16(); }
 
-// Tokens of a thread, in whole rounds of as many as there are taps: of `least` to `most` those that finish first, if a
-// wave of threads takes as long as its tokens and the `overhead` of beginning and of the tokens around them.
-int64_t choose_tokens(const Sizes& sizes, int64_t vector, int64_t threads_per_sm, int64_t most, int64_t overhead) {
-  const int64_t wave = MULTIPROCESSORS * threads_per_sm, vectors = sizes.channels / vector;
+// How the kernels cut their work: SHAPES in flashqla_hub/kernels/convolution.py and convolution_backward.py.
+struct Cut {
+  int64_t vector, tokens;  // channels and tokens of a thread
+};
+
+constexpr Cut TURNED = {4, 8};
+
+Cut cut_forward(const Sizes& sizes, bool is_exact, bool norms_heads) {
+  if (norms_heads) return {4, 16};
+  return {2, is_exact && sizes.taps() == NARROW ? 20 : 16};
+}
+
+int64_t backward_vector(const Sizes& sizes) { return sizes.taps() == NARROW ? 4 : 2; }
+
+// Tokens of a thread of the backward, in whole rounds of as many as there are taps: those that finish first if a wave of
+// threads takes as long as its tokens and the overhead of beginning and of the tokens around them.
+int64_t choose_tokens(const Sizes& sizes, bool is_exact) {
+  constexpr int64_t MOST = 256, OVERHEAD = 16;
+  const int64_t threads_per_sm = is_exact && sizes.taps() == NARROW ? 512 : 384;
+  const int64_t wave = MULTIPROCESSORS * threads_per_sm, vectors = sizes.channels / backward_vector(sizes);
   int64_t best = 0, best_cost = 0;
-  for (int64_t tokens = sizes.taps(); tokens <= most; tokens += sizes.taps()) {
+  for (int64_t tokens = sizes.taps(); tokens <= MOST; tokens += sizes.taps()) {
     const int64_t threads = sizes.batch * divide_up(sizes.tokens, tokens) * vectors;
-    const int64_t cost = divide_up(threads, wave) * (tokens + overhead);
+    const int64_t cost = divide_up(threads, wave) * (tokens + OVERHEAD);
     if (best == 0 || cost < best_cost) {
       best = tokens;
       best_cost = cost;
@@ -155,12 +194,11 @@ Launch choose_kernel(const Launch (&kernels)[4], const TensorView& x, const Size
 
 using ForwardLaunch = decltype(&launch_convolution_exact_4_bf16);
 
-ForwardLaunch forward_kernel(const TensorView& x, const Sizes& sizes, bool is_packed, bool norms_heads) {
+ForwardLaunch forward_kernel(const TensorView& x, const Sizes& sizes, bool is_exact, bool norms_heads) {
   static constexpr ForwardLaunch EXACT[] = {launch_convolution_exact_4_bf16, launch_convolution_exact_4_fp16,
                                             launch_convolution_exact_8_bf16, launch_convolution_exact_8_fp16};
   static constexpr ForwardLaunch GENERAL[] = {launch_convolution_general_4_bf16, launch_convolution_general_4_fp16,
                                               launch_convolution_general_8_bf16, launch_convolution_general_8_fp16};
-  const bool is_exact = !is_packed && sizes.width == sizes.taps();
   if (norms_heads && is_exact) {
     return is_bfloat16(x) ? launch_convolution_normed_exact_4_bf16 : launch_convolution_normed_exact_4_fp16;
   }
@@ -210,7 +248,7 @@ void run_forward(StableIValue* stack, uint64_t, uint64_t) {
     FLASHQLA_CHECK(x.size[2] % VECTOR == 0, "x has %lld channels and the SM90 convolution takes multiples of 8.",
                    static_cast<long long>(x.size[2]));
   } else {
-    check_rows(x, x);
+    check_rows(x, x, x.size[2]);
   }
   const Weights weights(weight, bias, x, x.size[2]);
   const Sizes sizes{x.size[0], x.size[1], x.size[2], weights.width};
@@ -230,25 +268,27 @@ void run_forward(StableIValue* stack, uint64_t, uint64_t) {
   final_states.allocate("final_states", {output_final ? sizes.batch : 0, sizes.channels, history}, x.dtype, x.device);
   if (sizes.has_outputs()) {
     const bool is_packed = sequence.has_value();
-    const int64_t tokens_per_thread = choose_tokens(sizes, FORWARD_VECTOR, sizes.taps() == NARROW ? 768 : 384, 32, 6);
-    check_thread_count(sizes, tokens_per_thread, FORWARD_VECTOR);
+    const bool is_exact = !is_packed && sizes.width == sizes.taps();
+    const Cut cut = turned ? TURNED : cut_forward(sizes, is_exact, normed_channels > 0);
+    check_thread_count(sizes, cut.tokens, cut.vector);
     const bool has_initial = initial.has_value() && history > 0, writes_final = output_final && history > 0;
     const TensorView numbers = flat_or_nothing(sequence, "sequence", x, aoti_torch_dtype_int32());
     const TensorView before = has_initial ? as_flat(initial.view()) : nothing("initial_states", x, x.dtype);
     const TensorView after = writes_final ? as_flat(final_states.view()) : nothing("final_states", x, x.dtype);
-    const Rows y_rows(y.view(), FORWARD_VECTOR);
+    const Rows y_rows(y.view(), cut.vector);
     if (turned) {
       launch_turned(scope, x, weights, sizes, numbers, before, y_rows.vectors, after, is_packed, has_initial,
                     writes_final, silu);
     } else {
-      const Rows rows(x, FORWARD_VECTOR);
-      forward_kernel(x, sizes, is_packed, normed_channels > 0)(
+      const Rows rows(x, cut.vector);
+      const int64_t tiles = sizes.batch * divide_up(sizes.tokens, cut.tokens);
+      forward_kernel(x, sizes, is_exact, normed_channels > 0)(
           scope, rows.vectors, weights.weight, weights.bias, weights.wide_weight, weights.wide_bias, numbers, before,
           y_rows.vectors, after, static_cast<int32_t>(sizes.batch), static_cast<int32_t>(sizes.tokens),
-          static_cast<int32_t>(sizes.channels / FORWARD_VECTOR), rows.row, static_cast<int32_t>(rows.token),
-          static_cast<int32_t>(sizes.width), static_cast<int32_t>(tokens_per_thread), weights.is_wide,
-          weights.has_bias, is_packed, has_initial, writes_final, silu,
-          static_cast<int32_t>(normed_channels / FORWARD_VECTOR));
+          static_cast<int32_t>(sizes.channels / cut.vector), rows.row, static_cast<int32_t>(rows.token),
+          static_cast<int32_t>(sizes.width), static_cast<int32_t>(tiles < GRID_LIMIT ? tiles : GRID_LIMIT),
+          weights.is_wide, weights.has_bias, is_packed, has_initial, writes_final, silu,
+          static_cast<int32_t>(normed_channels / cut.vector));
     }
   } else if (output_final) {
     if (initial.has_value()) {
@@ -263,7 +303,7 @@ void run_forward(StableIValue* stack, uint64_t, uint64_t) {
 
 using BackwardLaunch = decltype(&launch_convolution_backward_exact_4_bf16);
 
-BackwardLaunch backward_kernel(const TensorView& x, const Sizes& sizes, bool is_packed, bool has_states) {
+BackwardLaunch backward_kernel(const TensorView& x, const Sizes& sizes, bool is_exact, bool has_states) {
   static constexpr BackwardLaunch EXACT[] = {
       launch_convolution_backward_exact_4_bf16, launch_convolution_backward_exact_4_fp16,
       launch_convolution_backward_exact_8_bf16, launch_convolution_backward_exact_8_fp16};
@@ -274,43 +314,60 @@ BackwardLaunch backward_kernel(const TensorView& x, const Sizes& sizes, bool is_
       launch_convolution_backward_states_4_bf16, launch_convolution_backward_states_4_fp16,
       launch_convolution_backward_states_8_bf16, launch_convolution_backward_states_8_fp16};
   if (has_states) return choose_kernel(STATES, x, sizes);
-  const bool is_exact = !is_packed && sizes.width == sizes.taps();
   return choose_kernel(is_exact ? EXACT : GENERAL, x, sizes);
 }
 
 void sum_partial(const DeviceScope& scope, const NewTensor& partial, const NewTensor& dweight, const NewTensor& dbias,
-                 const Weights& weights, const Sizes& sizes, int64_t tiles) {
+                 const Weights& weights, const Sizes& sizes) {
   const TensorView& dw = dweight.view();
   const auto launch = dw.dtype == aoti_torch_dtype_float32()    ? launch_convolution_gradients_fp32
                       : dw.dtype == aoti_torch_dtype_bfloat16() ? launch_convolution_gradients_bf16
                                                                 : launch_convolution_gradients_fp16;
-  const TensorView sums = contiguous_view("partial", partial.view().data, aoti_torch_dtype_float32(), scope.index(),
-                                          {tiles, sizes.taps() + 1, sizes.channels});
-  launch(scope, sums, as_flat(dw), weights.has_bias ? as_flat(dbias.view()) : nothing("dbias", dw, dw.dtype),
+  launch(scope, partial.view(), as_flat(dw), weights.has_bias ? as_flat(dbias.view()) : nothing("dbias", dw, dw.dtype),
          static_cast<int32_t>(sizes.width), weights.has_bias);
 }
 
+// dy of all channels, or of the first ones beside dy_k and dy_v of the next: what a split has made of one output.
+constexpr int MAX_PARTS = 3;
+
+void check_parts(const ArgumentTensor (&dy)[MAX_PARTS], const TensorView& x) {
+  int64_t channels = 0;
+  for (const ArgumentTensor& part : dy) {
+    if (!part.has_value()) continue;
+    FLASHQLA_CHECK(part.view().rank == 3, "%s has %d dimensions and must have 3, [B, T, D].", part.view().name,
+                   part.view().rank);
+    check_rows(part.view(), x, part.view().size[2]);
+    channels += part.view().size[2];
+  }
+  FLASHQLA_CHECK(channels == x.size[2], "dy has %lld channels in all and x has %lld; give a gradient for each of them.",
+                 static_cast<long long>(channels), static_cast<long long>(x.size[2]));
+}
+
 void run_backward(StableIValue* stack, uint64_t, uint64_t) {
-  ArgumentTensor x_argument, dy_argument, weight, bias, sequence, initial, dfinal;
+  ArgumentTensor x_argument, dy[MAX_PARTS], weight, bias, sequence, initial, dfinal;
   x_argument.take(stack[0]);
-  dy_argument.take(stack[1]);
+  dy[0].take(stack[1]);
   weight.take(stack[2]);
   bias.take_optional(stack[3]);
   sequence.take_optional(stack[4]);
   initial.take_optional(stack[5]);
   dfinal.take_optional(stack[6]);
   const bool silu = as_bool(stack[7]);
+  dy[1].take_optional(stack[8]);
+  dy[2].take_optional(stack[9]);
   x_argument.read("x");
-  dy_argument.read("dy");
+  dy[0].read("dy");
+  dy[1].read("dy_k");
+  dy[2].read("dy_v");
   weight.read("weight");
   bias.read("bias");
   sequence.read("sequence");
   initial.read("initial_states");
   dfinal.read("dfinal_states");
-  const TensorView &x = x_argument.view(), &dy = dy_argument.view();
+  const TensorView& x = x_argument.view();
   check_dtype(x);
-  check_rows(x, x);
-  check_rows(dy, x);
+  check_rows(x, x, x.size[2]);
+  check_parts(dy, x);
   const Weights weights(weight, bias, x, x.size[2]);
   const Sizes sizes{x.size[0], x.size[1], x.size[2], weights.width};
   const int64_t history = sizes.width - 1;
@@ -327,26 +384,36 @@ void run_backward(StableIValue* stack, uint64_t, uint64_t) {
                     x.device);
   if (sizes.has_outputs()) {
     const bool is_packed = sequence.has_value(), has_states = (initial.has_value() || dfinal.has_value()) && history > 0;
-    const int64_t vector = sizes.taps() == NARROW ? 4 : 2;  // channels of a thread
-    const int64_t tokens_per_thread = choose_tokens(sizes, vector, 384, 256, 16);
+    const bool is_exact = !is_packed && !has_states && sizes.width == sizes.taps();
+    const int64_t vector = backward_vector(sizes), tokens_per_thread = choose_tokens(sizes, is_exact);
     check_thread_count(sizes, tokens_per_thread, vector);
     const int64_t tiles = sizes.batch * divide_up(sizes.tokens, tokens_per_thread);
     NewTensor partial;
-    partial.allocate("partial", {tiles, sizes.taps() + 1, sizes.channels / vector, vector},
-                     aoti_torch_dtype_float32(), x.device);
-    const Rows rows(x, vector), dy_rows(dy, vector), dx_rows(dx.view(), vector);
+    partial.allocate("partial", {tiles, sizes.taps() + 1, sizes.channels}, aoti_torch_dtype_float32(), x.device);
     const bool has_initial = initial.has_value() && history > 0, has_dfinal = dfinal.has_value() && history > 0;
-    backward_kernel(x, sizes, is_packed, has_states)(
-        scope, rows.vectors, dy_rows.vectors, weights.weight, weights.bias, weights.wide_weight, weights.wide_bias,
-        flat_or_nothing(sequence, "sequence", x, aoti_torch_dtype_int32()),
-        has_initial ? as_flat(initial.view()) : nothing("initial_states", x, x.dtype),
-        has_dfinal ? as_flat(dfinal.view()) : nothing("dfinal_states", x, x.dtype), dx_rows.vectors,
-        has_initial ? as_flat(dinitial.view()) : nothing("dinitial_states", x, x.dtype), partial.view(),
-        static_cast<int32_t>(sizes.batch), static_cast<int32_t>(sizes.tokens), rows.row,
-        static_cast<int32_t>(rows.token), dy_rows.row, static_cast<int32_t>(dy_rows.token),
-        static_cast<int32_t>(sizes.width), static_cast<int32_t>(tokens_per_thread), weights.is_wide, weights.has_bias,
-        is_packed, has_initial, has_dfinal, silu);
-    sum_partial(scope, partial, dweight, dbias, weights, sizes, tiles);
+    const TensorView numbers = flat_or_nothing(sequence, "sequence", x, aoti_torch_dtype_int32());
+    int64_t channel = 0;  // the first of a part
+    const auto part_of = [&](bool is_there, const ArgumentTensor& argument, const char* name) {
+      return is_there ? from_element(as_flat(argument.view()), channel * history) : nothing(name, x, x.dtype);
+    };
+    for (const ArgumentTensor& part : dy) {
+      if (!part.has_value() || part.view().size[2] == 0) continue;
+      const Rows rows(x, vector, channel), dy_rows(part.view(), vector), dx_rows(dx.view(), vector, channel);
+      const Weights own = weights.from_channel(channel);
+      backward_kernel(x, sizes, is_exact, has_states)(
+          scope, rows.vectors, dy_rows.vectors, own.weight, own.bias, own.wide_weight, own.wide_bias, numbers,
+          part_of(has_initial, initial, "initial_states"), part_of(has_dfinal, dfinal, "dfinal_states"),
+          dx_rows.vectors,
+          has_initial ? from_element(as_flat(dinitial.view()), channel * history) : nothing("dinitial_states", x, x.dtype),
+          as_vectors(from_element(as_flat(partial.view()), channel), vector), static_cast<int32_t>(sizes.batch),
+          static_cast<int32_t>(sizes.tokens), static_cast<int32_t>(part.view().size[2] / vector),
+          static_cast<int32_t>(sizes.channels / vector), rows.row, static_cast<int32_t>(rows.token), dy_rows.row,
+          static_cast<int32_t>(dy_rows.token), static_cast<int32_t>(sizes.width),
+          static_cast<int32_t>(tokens_per_thread), weights.is_wide, weights.has_bias, is_packed, has_initial,
+          has_dfinal, silu);
+      channel += part.view().size[2];
+    }
+    sum_partial(scope, partial, dweight, dbias, weights, sizes);
   } else {
     dweight.fill_zero();
     dbias.fill_zero();
@@ -411,7 +478,8 @@ const OpRegistration forward_registration(
 
 const OpRegistration backward_registration(
     "sm90_causal_conv1d_bwd(Tensor x, Tensor dy, Tensor weight, Tensor? bias, Tensor? sequence, Tensor? initial_states, "
-    "Tensor? dfinal_states, bool silu) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_states)",
+    "Tensor? dfinal_states, bool silu, Tensor? dy_k=None, Tensor? dy_v=None) -> (Tensor dx, Tensor dweight, Tensor dbias, "
+    "Tensor dinitial_states)",
     "sm90_causal_conv1d_bwd", run_backward);
 
 const OpRegistration update_registration(
