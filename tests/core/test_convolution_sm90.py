@@ -74,9 +74,11 @@ class StandIn:
         y = torch.cat([(heads / norm).flatten(2), y[..., normed_channels:]], dim=-1) if normed_channels else y
         return y.to(x.dtype).contiguous(), final.to(x.dtype).contiguous()
 
-    def sm90_causal_conv1d_bwd(self, x, dy, weight, bias, sequence, initial, dfinal, silu):
-        self.calls.append(("bwd", x, dy, weight, bias, sequence, initial, dfinal))
-        assert fits_vector_loads(x) and fits_vector_loads(dy) and is_flat(weight, bias, sequence, initial, dfinal)
+    def sm90_causal_conv1d_bwd(self, x, dy, weight, bias, sequence, initial, dfinal, silu, *others):
+        self.calls.append(("bwd", x, dy, weight, bias, sequence, initial, dfinal, *others))
+        assert all(fits_vector_loads(rows) for rows in (x, dy, *others))
+        assert is_flat(weight, bias, sequence, initial, dfinal)
+        dy = torch.cat([dy, *others], dim=-1)
         width = weight.shape[1]
         extended, taps, seen, places = taps_of(x.double(), width, sequence, initial)
         z = convolve(taps, weight, bias, sequence)
@@ -326,37 +328,73 @@ def test_every_reason_against_the_compiled_update(capability, x, state, weight, 
             assert capability.explain_unsupported_update(x, state, weight, None) is None
 
 
-HEADS = {"num_k_heads": 1, "head_k_dim": 128, "head_v_dim": 64}
+HEADS = {"key_channels": 128, "head_k_dim": 128, "head_v_dim": 64}
+BOUNDARIES = {
+    "none": {},
+    "states": {"initial_states": signed((1, 384, 5), 1404).float()},
+    "cu_seqlens": {"cu_seqlens": torch.tensor([0, 3, 6])},
+    "seq_idx": {"seq_idx": torch.tensor([[0, 0, 1, 1, -1, 2, 2]])},
+}
 
 
-@pytest.mark.parametrize("boundaries", ["none", "states", "cu_seqlens", "seq_idx"])
+def heads_example(width=WIDTH):
+    return signed((1, 384, 7), 1401).float(), signed((384, width), 1402).float(), signed((384,), 1403).float()
+
+
+def normalized(heads):
+    if heads.is_normed:
+        return heads
+    q, k = (z * torch.rsqrt(z.square().sum(-1, keepdim=True) + 1e-6) for z in heads[:2])
+    return heads._replace(q=q, k=k, is_normed=True)
+
+
+@pytest.mark.parametrize("boundaries", BOUNDARIES)
 def test_heads_in_one_pass_are_those_of_the_separate_operations(part, compiled, boundaries):
     convolve_heads = part("causal_conv1d.heads").convolve_heads
-    x, weight, bias = signed((1, 384, 7), 1401).float(), signed((384, 4), 1402).float(), signed((384,), 1403).float()
-    options = {
-        "none": {},
-        "states": {"initial_states": signed((1, 384, 5), 1404).float(), "return_final_states": True},
-        "cu_seqlens": {"cu_seqlens": torch.tensor([0, 3, 6])},
-        "seq_idx": {"seq_idx": torch.tensor([[0, 0, 1, 1, -1, 2, 2]])},
-    }[boundaries]
-    fast = convolve_heads(x, weight, bias, "silu", **HEADS, **options)
-    assert [call[0] for call in compiled.calls] == ["fwd"]
+    tensors = heads_example()
+    fast = convolve_heads(*tensors, "silu", **HEADS, **BOUNDARIES[boundaries])
+    assert [call[0] for call in compiled.calls] == ["fwd"] and fast.is_normed
     rows = fast.q.data_ptr(), fast.k.data_ptr(), fast.v.data_ptr()
     assert [(b - a) // 4 for a, b in pairwise(rows)] == [128, 128], "parts of one row"
-    slow = convolve_heads(x.requires_grad_(), weight, bias, "silu", **HEADS, **options)
-    assert slow.v.shape == (1, 7, 2, 64) and slow.q.grad_fn is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part("causal_conv1d.capability"), "explain_unsupported", lambda *tensors: "not now")
+        slow = convolve_heads(*tensors, "silu", **HEADS, **BOUNDARIES[boundaries])
+    assert slow.v.shape == (1, 7, 2, 64) and not slow.is_normed
+    for actual, expected in zip(fast[:3], normalized(slow)[:3], strict=True):
+        assert relative_error(actual, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("boundaries", ["none", "cu_seqlens", "seq_idx"])
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_gradients_of_q_k_and_v_come_back_one_by_one(part, compiled, boundaries, is_traced):
+    """They reach the kernel as they lie, and their parts of dx, dweight and dbias are one tensor each."""
+    convolve_heads = part("causal_conv1d.heads").convolve_heads
+
+    def layer(*tensors):
+        return convolve_heads(*tensors, "silu", **HEADS, **BOUNDARIES[boundaries])[:3]
+
+    def results(dtype, layer=layer):
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in heads_example()]
+        outputs = layer(*leaves)
+        grads = [signed(tuple(t.shape), 1420 + i).to(dtype) for i, t in enumerate(outputs)]
+        return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
+
+    fast = results(torch.float32, torch.compile(layer, fullgraph=True, backend="aot_eager") if is_traced else layer)
+    assert [call[0] for call in compiled.calls] == ["fwd", "fwd", "fwd", "bwd"]
+    dy, others = compiled.calls[-1][2], compiled.calls[-1][8:]
+    assert [part.shape[-1] for part in (dy, *others)] == [128, 128, 128]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part("causal_conv1d.capability"), "explain_unsupported", lambda *tensors: "not now")
+        slow = results(torch.float64)
     for actual, expected in zip(fast, slow, strict=True):
-        assert (actual is None) == (expected is None)
-        assert actual is None or relative_error(actual, expected.detach()) <= 1e-5
+        assert actual.shape == expected.shape and relative_error(actual, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("size", [{"head_k_dim": 64}, {"width": 5}])
-def test_other_heads_and_widths_take_the_separate_operations(part, compiled, size):
+def test_heads_of_other_sizes_and_widths_are_left_to_the_rule_to_normalise(part, compiled, size):
     heads = HEADS | {"head_k_dim": size.get("head_k_dim", 128)}
-    x, weight = signed((1, 384, 7), 1411).float(), signed((384, size.get("width", 4)), 1412).float()
-    q, k, _, _ = part("causal_conv1d.heads").convolve_heads(x, weight, None, "silu", **heads)
-    assert q.shape[-1] == k.shape[-1] == heads["head_k_dim"]
-    assert relative_error(q.norm(dim=-1), torch.ones(q.shape[:-1])) <= 1e-2
+    found = part("causal_conv1d.heads").convolve_heads(*heads_example(size.get("width", 4)), "silu", **heads)
+    assert not found.is_normed and found.q.shape[-1] == found.k.shape[-1] == heads["head_k_dim"]
 
 
 def test_autograd_sees_that_an_update_has_written(kernel, compiled, monkeypatch):

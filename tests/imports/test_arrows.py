@@ -20,6 +20,7 @@ ARROWS = {
     "keywords": set(),
     "gated_delta_net": {
         "causal_conv1d",
+        "causal_conv1d.heads",
         "causal_conv1d.validation",
         "gated_delta_rule",
         "gated_delta_rule.gate_ops",
@@ -78,10 +79,9 @@ ARROWS = {
     "causal_conv1d.heads": {
         "checks",
         "causal_conv1d.api",
+        "causal_conv1d.autograd",
         "causal_conv1d.capability",
         "causal_conv1d.sm90_path",
-        "causal_conv1d.torch_path",
-        "causal_conv1d.validation",
     },
     "causal_conv1d.capability": {"sm90"},
     "causal_conv1d.torch_path": set(),

@@ -114,12 +114,42 @@ def test_a_captured_update_runs_again(kernel):
             assert torch.equal(y, expected) and torch.equal(state, other)
 
 
+def heads_of(part, tensors):
+    return part("causal_conv1d.heads").convolve_heads(*tensors, "silu", 256, 128, 64)
+
+
 def test_heads_in_one_pass_are_those_of_separate_operations(part):
     x, weight, bias = example(channels=640)
-    convolve_heads = part("causal_conv1d.heads").convolve_heads
     with torch.no_grad():
-        fast = convolve_heads(x, weight, bias, "silu", 2, 128, 64)
-    slow = convolve_heads(*(tensor.double().cpu() for tensor in (x, weight, bias)), "silu", 2, 128, 64)
-    for actual, expected in zip(fast[:3], slow[:3], strict=True):
+        fast = heads_of(part, (x, weight, bias))
+        slow = heads_of(part, (tensor.double().cpu() for tensor in (x, weight, bias)))
+    assert fast.is_normed and not slow.is_normed
+    q, k = (z * torch.rsqrt(z.square().sum(-1, keepdim=True) + 1e-6) for z in slow[:2])
+    for actual, expected in zip(fast[:3], (q, k, slow.v), strict=True):
         expected = expected.cuda()
         assert relative(actual, expected) <= 1.2 * relative(expected.to(torch.bfloat16), expected)
+
+
+def test_heads_with_gradients_are_a_split_of_the_convolution(kernel, part):
+    """Bit for bit, whether recomputed, compiled or neither."""
+    tensors = example(channels=640)
+
+    def whole(x, weight, bias):
+        y = kernel.causal_conv1d_fn(x, weight, bias, activation="silu").transpose(1, 2)
+        return y.split((256, 256, 128), dim=2)
+
+    def in_parts(*tensors):
+        return tuple(heads.flatten(2) for heads in heads_of(part, tensors)[:3])
+
+    def results(function):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        outputs = function(*leaves)
+        return [*outputs, *torch.autograd.grad(outputs, leaves, [torch.full_like(t, 0.25) for t in outputs])]
+
+    expected = results(whole)
+    for function in (
+        in_parts,
+        torch.compile(in_parts, fullgraph=True),
+        lambda *tensors: checkpoint(in_parts, *tensors, use_reentrant=False),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(results(function), expected, strict=True))

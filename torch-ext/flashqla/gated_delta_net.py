@@ -20,7 +20,8 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from .causal_conv1d import causal_conv1d_update
+from .causal_conv1d.heads import Heads, convolve_heads
 from .causal_conv1d.validation import ACTIVATIONS
 from .gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .gated_delta_rule.gate_ops import activate
@@ -120,28 +121,37 @@ def _compute(layer, project, hidden_states, cache, past, attention_mask, keyword
     cu_seqlens, seq_idx = bounds_of(keywords), keywords.get("seq_idx")
     if cu_seqlens is not None:
         seq_idx = None
-    mixed = _convolve(layer, qkv.transpose(1, 2), cache, past, seq_idx, cu_seqlens).transpose(1, 2)
-    o, state = _recur(layer, mixed, z.shape[-1], b, a, cache, past, seq_idx, cu_seqlens)
+    heads = _convolve(layer, qkv.transpose(1, 2), z.shape[-1], cache, past, seq_idx, cu_seqlens)
+    o, state = _recur(layer, heads, b, a, cache, past, seq_idx, cu_seqlens)
     if cache is not None:
         cache.update_recurrent_state(state, layer.layer_idx)
     normed = layer.norm(o, _heads(z, o.shape[3]))
     return layer.out_proj(normed.flatten(2))
 
 
-def _convolve(layer, x: Tensor, cache, past: Past, seq_idx: Optional[Tensor], cu_seqlens: Optional[Tensor]) -> Tensor:
-    """Convolution and activation of x [B, C, T]; the cache keeps the last inputs."""
+def _convolve(layer, x: Tensor, value_dim: int, cache, past: Past, seq_idx, cu_seqlens) -> Heads:
+    """Convolution and activation of x [B, C, T] as heads; the cache keeps the last inputs.
+
+    How many heads there are is read from the tensors: the layer may hold only its share of them.
+    """
     _require_gathered(layer.conv1d.weight)
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
+    key_dim = (x.shape[1] - value_dim) // 2
     if past.conv is not None and x.shape[2] == 1:
-        return causal_conv1d_update(x, past.conv, weight, bias, layer.activation)
-    out = causal_conv1d_fn(
+        mixed = causal_conv1d_update(x, past.conv, weight, bias, layer.activation).transpose(1, 2)
+        q, k, v = mixed.split((key_dim, key_dim, value_dim), dim=-1)
+        return Heads(_heads(q, layer.head_k_dim), _heads(k, layer.head_k_dim), _heads(v, layer.head_v_dim), False)
+    out = convolve_heads(
         x,
         weight,
         bias,
+        layer.activation,
+        key_dim,
+        layer.head_k_dim,
+        layer.head_v_dim,
         seq_idx=seq_idx,
-        initial_states=past.conv,
-        activation=layer.activation,
         cu_seqlens=cu_seqlens,
+        initial_states=past.conv,
     )
     if cache is not None:
         # No more than the cache keeps: it copies what it is given behind what it has.
@@ -159,15 +169,11 @@ def _require_gathered(weight: Tensor) -> None:
         )
 
 
-def _recur(layer, mixed, value_dim, b, a, cache, past, seq_idx, cu_seqlens) -> Tuple[Tensor, Optional[Tensor]]:
-    """o [B, T, HV, V] and the state behind the last token, from mixed [B, T, C].
+def _recur(layer, heads: Heads, b, a, cache, past, seq_idx, cu_seqlens) -> Tuple[Tensor, Optional[Tensor]]:
+    """o [B, T, HV, V] and the state behind the last token.
 
-    How many heads there are is read from the tensors: the layer may hold only its share of them. `flashqla_plan` is an
-    attribute that `flashqla_hub.kernelize(plan=...)` gives to a layer.
+    `flashqla_plan` is an attribute that `flashqla_hub.kernelize(plan=...)` gives to a layer.
     """
-    key_dim = (mixed.shape[-1] - value_dim) // 2
-    q, k, v = mixed.split((key_dim, key_dim, value_dim), dim=-1)
-    q, k, v = _heads(q, layer.head_k_dim), _heads(k, layer.head_k_dim), _heads(v, layer.head_v_dim)
     if seq_idx is None:
         options = {
             "use_gate_in_kernel": True,
@@ -179,21 +185,21 @@ def _recur(layer, mixed, value_dim, b, a, cache, past, seq_idx, cu_seqlens) -> T
         a, b = activate(a, b, layer.A_log, layer.dt_bias, False)
         a, options = restart_where_sequence_changes(a, seq_idx, None), {}
     rule = chunk_gated_delta_rule
-    if past.recurrent is not None and q.shape[1] == 1:
+    if past.recurrent is not None and heads.q.shape[1] == 1:
         # Where no gradient is wanted the state moves on in its place, and the cache has nothing left to copy.
         rule = fused_recurrent_gated_delta_rule
         options["inplace_final_state"] = not torch.is_grad_enabled()
     else:
         options["plan"] = getattr(layer, "flashqla_plan", "auto")
     return rule(
-        q,
-        k,
-        v,
+        heads.q,
+        heads.k,
+        heads.v,
         g=a,
         beta=b,
         initial_state=past.recurrent,
         output_final_state=cache is not None,
-        use_qk_l2norm_in_kernel=True,
+        use_qk_l2norm_in_kernel=not heads.is_normed,
         cu_seqlens=cu_seqlens,
         **options,
     )

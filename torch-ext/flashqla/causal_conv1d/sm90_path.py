@@ -1,6 +1,6 @@
 """The way to the SM90 kernels of the convolution: operands as their vector loads want them, then one op of the library."""
 
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def forward(
 
 def backward(
     x: Tensor,
-    dy: Tensor,
+    dy: Sequence[Tensor],
     weight: Tensor,
     bias: Optional[Tensor],
     sequence: Optional[Tensor],
@@ -50,18 +50,23 @@ def backward(
     dfinal_states: Optional[Tensor],
     silu: bool,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx [B, T, D], dweight, dbias and the gradient of the initial states in the dtypes of their inputs; empty for None."""
+    """dx [B, T, D], dweight, dbias and the gradient of the initial states in the dtypes of their inputs; empty for None.
+
+    dy: one to three parts of the gradient of y, [B, T, channels], the channels of one behind those of the other.
+    """
     narrow, narrow_bias = _weights(x, weight, bias)
+    first, *others = (_rows(part) for part in dy)
     dx, dweight, dbias, dinitial = call_op(
         ops.sm90_causal_conv1d_bwd,
         _rows(x.transpose(1, 2)),
-        _rows(dy),
+        first,
         narrow,
         narrow_bias,
         aligned(sequence),
         aligned(initial_states),
         aligned(dfinal_states),
         silu,
+        *others,
     )
     return dx, dweight.to(weight.dtype), dbias if bias is None else dbias.to(bias.dtype), dinitial
 
