@@ -162,6 +162,22 @@ def mark_tokens(turn, marks: T.Ref, previous: T.Ref, sequence, entry_at, count):
 
 
 @T.macro
+def mark_tile(taps, changes: T.Ref, nones: T.Ref, sequence, row_at, first, tokens, lane):
+    """Bit i of `changes`: token first - (taps - 1) + i begins a sequence; of `nones`: it belongs to none. For all lanes."""
+    token, current, previous = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    token = first - (taps - 1) + lane
+    current = 0
+    previous = 0
+    if token >= 0 and token < tokens:
+        current = sequence[row_at + token]
+        previous = current + 1
+        if token > 0:
+            previous = sequence[row_at + token - 1]
+    changes = T.call_extern("int32", "lanes_with", current != previous)  # noqa: F841 (a store through the reference)
+    nones = T.call_extern("int32", "lanes_with", current < 0)  # noqa: F841
+
+
+@T.macro
 def add_taps(taps, size, z, bias, weight, ring, place, reach, is_general):
     """z = bias + the weighted tokens of the ring, of which the newest lies at `place`; `reach` of them, or all."""
     for e in T.unroll(size):
@@ -184,6 +200,12 @@ static __device__ __forceinline__ float fast_gate(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(fmaf(power, LOG2_E, LOG2_E)));
   return result;
 }
+
+// Which lanes of the warp say so.
+static __device__ __forceinline__ int lanes_with(bool is_so) { return __ballot_sync(0xffffffffu, is_so); }
+
+// Tokens from the last change at or before `place` on: a bit of `changes` says that a sequence begins there. 33 without one.
+static __device__ __forceinline__ int count_since(int changes, int place) { return __clz(changes << (31 - place)) + 1; }
 
 // The two numbers of a register, in an instruction each where the compiler would take three for both.
 static __device__ __forceinline__ float widen_bfloat16_low(const void* pair) {

@@ -23,12 +23,11 @@ from ._convolution import (
     Shape,
     add_taps,
     fast_gate,
-    find_origin,
     load_bias,
     load_history,
     load_vector,
     load_weights,
-    mark_tokens,
+    mark_tile,
     place_history,
     scale_weights,
     widen,
@@ -38,10 +37,10 @@ from ._sm90 import HEAD_DIM, L2NORM_EPS, WARP
 SHAPES = {  # by the taps, the mode and whether heads are normalised; marks of a tile's tokens take 2 of 32 bits each
     (4, "exact", False): Shape(size=2, turn=20, blocks_per_sm=7),
     (4, "exact", True): Shape(size=4, turn=16, blocks_per_sm=5),
-    (4, "general", False): Shape(size=2, turn=16, blocks_per_sm=8),
+    (4, "general", False): Shape(size=2, turn=16, blocks_per_sm=6),
     (4, "general", True): Shape(size=4, turn=16, blocks_per_sm=4),
     (8, "exact", False): Shape(size=2, turn=16, blocks_per_sm=5),
-    (8, "general", False): Shape(size=2, turn=16, blocks_per_sm=5),
+    (8, "general", False): Shape(size=2, turn=16, blocks_per_sm=4),
 }
 
 
@@ -93,6 +92,41 @@ def write_token(size, out, z, is_none, silu, is_normed, y, y_at, is_owned):
     if is_owned:
         for e in T.vectorized(size):
             y[y_at, e] = out[e]
+
+
+@T.macro
+def convolve_tile(
+    taps,
+    size,
+    turn,
+    out,
+    z,
+    ring,
+    raw,
+    weight,
+    bias,
+    changes,
+    nones,
+    width,
+    silu,
+    y,
+    y_at,
+    vectors,
+    owned,
+    is_general,
+    is_normed,
+):
+    """Writes the `owned` first outputs of a tile, from its tokens in `raw` and those before them in `ring`."""
+    reach = T.alloc_var("int32")
+    for i in T.unroll(turn):
+        widen(size, ring, i % taps, raw, i)
+        if is_general:
+            reach = T.min(width, T.call_extern("int32", "count_since", changes, i + taps - 1))
+        add_taps(taps, size, z, bias, weight, ring, i % taps, reach, is_general)
+        is_none = is_general and (nones >> (i + taps - 1) & 1) != 0
+        write_token(
+            size, out, z, is_none, silu, is_normed, y, y_at + T.cast(i, "int64") * T.cast(vectors, "int64"), i < owned
+        )
 
 
 def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
@@ -149,8 +183,8 @@ def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
             wide, raw_weight = T.alloc_local((FLOATS,), "float32"), T.alloc_local((taps * size,), dtype)
             raw_history, raw = T.alloc_local(((taps - 1) * size,), dtype), T.alloc_local((turn * size,), dtype)
             out = T.alloc_local((size,), dtype)
-            tile, vector, row, tiles, state_at, entry_at = (T.alloc_var("int32") for _ in range(6))
-            first, stop, origin, previous, reach, marks = (T.alloc_var("int32") for _ in range(6))
+            tile, vector, row, tiles, state_at = (T.alloc_var("int32") for _ in range(5))
+            first, stop, changes, nones = (T.alloc_var("int32") for _ in range(4))
             x_at, y_at = T.alloc_var("int64"), T.alloc_var("int64")
             tile = layer * depth + part
             vector = group * THREADS + T.get_thread_binding()
@@ -158,12 +192,15 @@ def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
             row = T.truncdiv(tile, tiles)
             first = T.truncmod(tile, tiles) * turn
             T.pdl_sync()
+            changes = 0
+            nones = 0
+            if is_general and is_packed != 0 and row < batch:
+                mark_tile(taps, changes, nones, sequence, row * tokens, first, tokens, T.get_thread_binding() % WARP)
             if row < batch and vector < vectors:
                 stop = T.min(first + turn, tokens)
                 x_at = row * x_row + first * T.cast(x_token, "int64") + vector
                 y_at = (row * T.cast(tokens, "int64") + first) * vectors + vector
                 state_at = (row * vectors + vector) * size * (width - 1)
-                entry_at = row * tokens + first
                 load_history(taps, size, raw_history, x, x_at, x_token, first)
                 for i in T.unroll(turn):
                     load_vector(size, raw, i, x, x_at)
@@ -175,22 +212,54 @@ def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
                 load_bias(size, raw_weight, bias_local, bias, wide_bias, is_wide, vector, has_bias)
                 scale_weights(taps, size, weight, bias_local, silu)
                 place_history(taps, size, raw_history, ring, initial, state_at, first, width, has_initial)
-                marks = 0
-                if is_general:
-                    find_origin(taps, origin, previous, sequence, entry_at, first, is_packed)
-                    if is_packed != 0:
-                        mark_tokens(turn, marks, previous, sequence, entry_at, stop - first)
-                for i in T.unroll(turn):
-                    widen(size, ring, i % taps, raw, i)
-                    if is_general:
-                        if (marks >> i & 1) != 0:
-                            origin = first + i
-                        reach = T.min(width, first + i - origin + 1)
-                    add_taps(taps, size, z, bias_local, weight, ring, i % taps, reach, is_general)
-                    is_none = is_general and (marks >> (turn + i) & 1) != 0
-                    is_normed = norms_heads and vector < normed_vectors
-                    write_token(size, out, z, is_none, silu, is_normed, y, y_at, first + i < stop)
-                    y_at += vectors
+                is_plain = not is_general or (
+                    width == taps and (changes >> 1 & ((1 << (turn + taps - 2)) - 1)) == 0 and nones == 0
+                )
+                is_normed = norms_heads and vector < normed_vectors
+                if is_plain:
+                    convolve_tile(
+                        taps,
+                        size,
+                        turn,
+                        out,
+                        z,
+                        ring,
+                        raw,
+                        weight,
+                        bias_local,
+                        changes,
+                        nones,
+                        width,
+                        silu,
+                        y,
+                        y_at,
+                        vectors,
+                        stop - first,
+                        False,
+                        is_normed,
+                    )
+                else:
+                    convolve_tile(
+                        taps,
+                        size,
+                        turn,
+                        out,
+                        z,
+                        ring,
+                        raw,
+                        weight,
+                        bias_local,
+                        changes,
+                        nones,
+                        width,
+                        silu,
+                        y,
+                        y_at,
+                        vectors,
+                        stop - first,
+                        True,
+                        is_normed,
+                    )
                 if writes_final != 0 and stop == tokens:
                     write_final(
                         size,
