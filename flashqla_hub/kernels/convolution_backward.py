@@ -110,6 +110,45 @@ def write_vector(size, out, values, place, x, at, is_owned):
             x[at, e] = out[e]
 
 
+@T.macro
+def take_token(
+    taps,
+    size,
+    turn,
+    i,
+    z,
+    dz,
+    ring,
+    dring,
+    raw,
+    raw_dy,
+    weight,
+    bias,
+    dweight,
+    dbias,
+    marks,
+    origin: T.Ref,
+    token,
+    width,
+    silu,
+    is_general,
+    is_owned,
+):
+    """Token `token`, the i-th of its round, into the ring, and what its dz gives into the sums."""
+    reach = T.alloc_var("int32")
+    if is_general:
+        if (marks >> i & 1) != 0:
+            origin = token
+        reach = T.min(width, token - origin + 1)
+    widen(size, ring, i % taps, raw, i)
+    add_taps(taps, size, z, bias, weight, ring, i % taps, reach, is_general)
+    differentiate(size, dz, z, raw_dy, i, silu)
+    if is_general and (marks >> (turn + i) & 1) != 0:
+        for e in T.unroll(size):
+            dz[e] = 0.0
+    spread(taps, size, dz, weight, ring, dring, dweight, dbias, i % taps, reach, is_general, is_owned)
+
+
 def build_convolution_backward(dtype, taps, mode, shape=None):
     """The prim_func; arguments in README.md.
 
@@ -178,7 +217,7 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
             coming, coming_dy = T.alloc_local((turn * size,), dtype), T.alloc_local((turn * size,), dtype)
             out = T.alloc_local((size,), dtype)
             tile, vector, row, tiles, state_at, entry_at = (T.alloc_var("int32") for _ in range(6))
-            first, stop, end, token, origin, previous, reach, marks, u = (T.alloc_var("int32") for _ in range(9))
+            first, stop, end, token, origin, previous, marks, u = (T.alloc_var("int32") for _ in range(8))
             scale = T.alloc_var("float32")
             x_at, dy_at, dx_at, partial_at = (T.alloc_var("int64") for _ in range(4))
             tile = T.truncdiv(block * THREADS + T.get_thread_binding(), vectors)
@@ -228,18 +267,56 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
                     if is_general and is_packed != 0:
                         mark_tokens(turn, marks, previous, sequence, entry_at + token, end - token)
                     silence(size, turn, raw_dy, token, tokens)
+                    is_plain = not is_general or (width == taps and marks == 0 and token - origin >= taps - 1)
                     for i in T.unroll(turn):
-                        if is_general:
-                            if (marks >> i & 1) != 0:
-                                origin = token + i
-                            reach = T.min(width, token + i - origin + 1)
-                        widen(size, ring, i % taps, raw, i)
-                        add_taps(taps, size, z, bias_local, weight, ring, i % taps, reach, is_general)
-                        differentiate(size, dz, z, raw_dy, i, silu)
-                        if is_general and (marks >> (turn + i) & 1) != 0:
-                            for e in T.unroll(size):
-                                dz[e] = 0.0
-                        spread(taps, size, dz, weight, ring, dring, dweight, dbias, i % taps, reach, is_general, True)
+                        if is_plain:
+                            take_token(
+                                taps,
+                                size,
+                                turn,
+                                i,
+                                z,
+                                dz,
+                                ring,
+                                dring,
+                                raw,
+                                raw_dy,
+                                weight,
+                                bias_local,
+                                dweight,
+                                dbias,
+                                marks,
+                                origin,
+                                token + i,
+                                width,
+                                silu,
+                                False,
+                                True,
+                            )
+                        else:
+                            take_token(
+                                taps,
+                                size,
+                                turn,
+                                i,
+                                z,
+                                dz,
+                                ring,
+                                dring,
+                                raw,
+                                raw_dy,
+                                weight,
+                                bias_local,
+                                dweight,
+                                dbias,
+                                marks,
+                                origin,
+                                token + i,
+                                width,
+                                silu,
+                                True,
+                                True,
+                            )
                         u = token + i - (taps - 1)
                         if has_states:
                             add_dfinal(
@@ -268,17 +345,29 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
                     mark_tokens(turn, marks, previous, sequence, entry_at + token, end - token)
                 silence(size, turn, raw_dy, token, tokens)
                 for i in T.unroll(taps - 1):
-                    if is_general:
-                        if (marks >> i & 1) != 0:
-                            origin = token + i
-                        reach = T.min(width, token + i - origin + 1)
-                    widen(size, ring, i % taps, raw, i)
-                    add_taps(taps, size, z, bias_local, weight, ring, i % taps, reach, is_general)
-                    differentiate(size, dz, z, raw_dy, i, silu)
-                    if is_general and (marks >> (turn + i) & 1) != 0:
-                        for e in T.unroll(size):
-                            dz[e] = 0.0
-                    spread(taps, size, dz, weight, ring, dring, dweight, dbias, i % taps, reach, is_general, False)
+                    take_token(
+                        taps,
+                        size,
+                        turn,
+                        i,
+                        z,
+                        dz,
+                        ring,
+                        dring,
+                        raw,
+                        raw_dy,
+                        weight,
+                        bias_local,
+                        dweight,
+                        dbias,
+                        marks,
+                        origin,
+                        token + i,
+                        width,
+                        silu,
+                        is_general,
+                        False,
+                    )
                     u = token + i - (taps - 1)
                     if has_states:
                         add_dfinal(

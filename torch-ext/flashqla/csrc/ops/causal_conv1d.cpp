@@ -161,12 +161,13 @@ Cut cut_forward(const Sizes& sizes, bool is_exact, bool norms_heads) {
 
 int64_t backward_vector(const Sizes& sizes) { return sizes.taps() == NARROW ? 4 : 2; }
 
-// Tokens of a thread of the backward, in whole rounds of as many as there are taps: those that finish first if a wave of
-// threads takes as long as its tokens and the overhead of beginning and of the tokens around them.
-int64_t choose_tokens(const Sizes& sizes, bool is_exact) {
+// Tokens of a thread of the backward, in whole rounds of as many as there are taps: those with which a launch for so many
+// channels finishes first if a wave of threads takes as long as its tokens and the overhead of beginning and of the tokens
+// around them.
+int64_t choose_tokens(const Sizes& sizes, int64_t channels, bool is_exact) {
   constexpr int64_t MOST = 256, OVERHEAD = 16;
   const int64_t threads_per_sm = is_exact && sizes.taps() == NARROW ? 512 : 384;
-  const int64_t wave = MULTIPROCESSORS * threads_per_sm, vectors = sizes.channels / backward_vector(sizes);
+  const int64_t wave = MULTIPROCESSORS * threads_per_sm, vectors = channels / backward_vector(sizes);
   int64_t best = 0, best_cost = 0;
   for (int64_t tokens = sizes.taps(); tokens <= MOST; tokens += sizes.taps()) {
     const int64_t threads = sizes.batch * divide_up(sizes.tokens, tokens) * vectors;
@@ -385,7 +386,11 @@ void run_backward(StableIValue* stack, uint64_t, uint64_t) {
   if (sizes.has_outputs()) {
     const bool is_packed = sequence.has_value(), has_states = (initial.has_value() || dfinal.has_value()) && history > 0;
     const bool is_exact = !is_packed && !has_states && sizes.width == sizes.taps();
-    const int64_t vector = backward_vector(sizes), tokens_per_thread = choose_tokens(sizes, is_exact);
+    int64_t most = 0;  // channels of a part
+    for (const ArgumentTensor& part : dy) {
+      if (part.has_value() && part.view().size[2] > most) most = part.view().size[2];
+    }
+    const int64_t vector = backward_vector(sizes), tokens_per_thread = choose_tokens(sizes, most, is_exact);
     check_thread_count(sizes, tokens_per_thread, vector);
     const int64_t tiles = sizes.batch * divide_up(sizes.tokens, tokens_per_thread);
     NewTensor partial;
