@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import command
-from .record import append, git_commit, run_name
+from .record import append
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +37,9 @@ IMPLEMENTATIONS = ("flashqla", "fla")
 
 def bench_around_command(
     op: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SHAPES)}; all if left out.")] = None,
-    source: Annotated[Path, typer.Option(help="Folder of the kernel, with build/ in it.")] = command.ROOT,
-    output: Annotated[Path | None, typer.Option(help="Record file; benchmarks/results/<device>/ by default.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit of the sources, where the checkout has no .git.")] = None,
+    source: command.Source = command.ROOT,
+    output: command.Output = None,
+    commit: command.Commit = None,
 ) -> None:
     """Time gated norm, gates and decode step beside FLA's; write one JSON line each."""
     console = Console()
@@ -47,13 +47,10 @@ def bench_around_command(
         unknown = [name for name in op or () if name not in SHAPES]
         if unknown:
             raise ValueError(f"--op is {unknown[0]!r}; it must be one of {', '.join(SHAPES)}.")
-        device = command.device_facts()
+        common, path = command.begin(commit, output, "-around")
     except ValueError as error:
         console.print(str(error))
         raise typer.Exit(2) from None
-    common = {"run": run_name(commit or git_commit(command.ROOT)), **device}
-    folder = command.ROOT / "benchmarks" / "results" / command.device_folder(device["device"])
-    path = output or folder / f"{common['run']}-around.jsonl"
     implementations = {"flashqla": _flashqla(source), "fla": _fla()}
     records = []
     for name in op or SHAPES:

@@ -24,6 +24,12 @@ from .rows import GATES, OPS, ROW_SETS, Row, parse_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER_SECONDS = 480
+
+# Options of every benchmark.
+Source = Annotated[Path, typer.Option(help="Folder of the kernel, with build/ in it.")]
+Output = Annotated[Path | None, typer.Option(help="Record file; one in benchmarks/results/<device>/ by default.")]
+Commit = Annotated[str | None, typer.Option(help="Commit of the sources, where the checkout has no .git.")]
+
 LOG_WIDTH = 180  # characters of the table where there is no terminal to ask
 
 
@@ -48,11 +54,9 @@ def bench_command(
     ] = False,
     sustain: Annotated[float, typer.Option(help="Seconds of sustained load a row as well; 0 leaves it out.")] = 0.0,
     seconds: Annotated[int, typer.Option(help="Time limit of each implementation.")] = WORKER_SECONDS,
-    source: Annotated[Path, typer.Option(help="Folder of the kernel, with build/ in it.")] = ROOT,
-    output: Annotated[
-        Path | None, typer.Option(help="Record file; benchmarks/results/<device>/<run>.jsonl by default.")
-    ] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit of the sources, where the checkout has no .git.")] = None,
+    source: Source = ROOT,
+    output: Output = None,
+    commit: Commit = None,
 ) -> None:
     """Time the kernel on the GPU, correctness gate first, beside the installed peers; write one JSON line a row.
 
@@ -64,7 +68,7 @@ def bench_command(
         mixes = _gates(gates or ["bench"])
         ops = _ops(op or ["forward"])
         implementations = _implementations(impl, parse_paths(path or ()))
-        device = device_facts()
+        common, record_path = begin(commit, output)
     except ValueError as error:
         console.print(str(error))
         raise typer.Exit(2) from None
@@ -75,17 +79,16 @@ def bench_command(
     for worker in workers.values():  # what they do together they do not pay for one after the other
         worker.is_ready.wait(seconds)
     rates = _rates()
-    common = {"run": run_name(commit or git_commit(ROOT)), **asdict(rates), **device}
-    path = output or ROOT / "benchmarks" / "results" / device_folder(device["device"]) / f"{common['run']}.jsonl"
+    common |= asdict(rates)
     records = []
     for implementation in implementations:
         worker = workers.get(implementation.name)
         found = records_of(implementation, worker, ops, mixes, parsed, common, seconds)
-        append(path, found)  # at once, so that what is measured survives what comes next
+        append(record_path, found)  # at once, so that what is measured survives what comes next
         records += found
     for name in ops:
         console.print(rich_table([record for record in records if record["op"] == name]))
-    console.print(f"Written to {path}")
+    console.print(f"Written to {record_path}")
     void = [f"{r['impl']} ({r['hk']},{r['hv']}) {r['seqs']}: {r['void']}" for r in records if r.get("void")]
     for line in void:
         console.print(f"The comparison is void: {line}")
@@ -260,6 +263,14 @@ def _ops(names: list[str]) -> list[str]:
     if unknown:
         raise ValueError(f"--op is {unknown[0]!r}; it must be one of {', '.join(OPS)}.")
     return list(dict.fromkeys(names))
+
+
+def begin(commit: str | None, output: Path | None, suffix: str = "") -> tuple[dict, Path]:
+    """What the lines of a new record have in common, and its file; ValueError, one sentence, without a GPU."""
+    device = device_facts()
+    run = run_name(commit or git_commit(ROOT))
+    folder = ROOT / "benchmarks" / "results" / device_folder(device["device"])
+    return {"run": run, **device}, output or folder / f"{run}{suffix}.jsonl"
 
 
 def device_facts() -> dict:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import command
-from .record import append, git_commit, run_name
+from .record import append
 
 if TYPE_CHECKING:
     import torch
@@ -49,21 +49,18 @@ def bench_convolution_command(
     shapes: Annotated[
         list[str] | None, typer.Argument(help="BATCHxTOKENSxCHANNELS; those of the README if left out.")
     ] = None,
-    source: Annotated[Path, typer.Option(help="Folder of the kernel, with build/ in it.")] = command.ROOT,
-    output: Annotated[Path | None, typer.Option(help="Record file; benchmarks/results/<device>/ by default.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit of the sources, where the checkout has no .git.")] = None,
+    source: command.Source = command.ROOT,
+    output: command.Output = None,
+    commit: command.Commit = None,
 ) -> None:
     """Time forward and backward of the short convolution beside FLA's and causal-conv1d's; write one JSON line each."""
     console = Console()
     try:
         parsed = [Shape.parse(text) for text in shapes or SHAPES]
-        device = command.device_facts()
+        common, path = command.begin(commit, output, "-conv")
     except ValueError as error:
         console.print(str(error))
         raise typer.Exit(2) from None
-    common = {"run": run_name(commit or git_commit(command.ROOT)), **device}
-    folder = command.ROOT / "benchmarks" / "results" / command.device_folder(device["device"])
-    path = output or folder / f"{common['run']}-conv.jsonl"
     implementations = {"flashqla": _flashqla(source), "fla": _fla(), "causal-conv1d": _causal_conv1d()}
     records = []
     for shape in parsed:

@@ -83,9 +83,9 @@ def bench_layer_command(
     operation: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(OPERATIONS)}; all if left out.")] = None,
     path: Annotated[list[str] | None, typer.Option(help=PATH)] = None,
     warm: Annotated[bool, typer.Option("--warm", help=WARM)] = False,
-    source: Annotated[Path, typer.Option(help="Folder of the kernel, with build/ in it.")] = command.ROOT,
-    output: Annotated[Path | None, typer.Option(help="Record file; benchmarks/results/<device>/ by default.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit of the sources, where the checkout has no .git.")] = None,
+    source: command.Source = command.ROOT,
+    output: command.Output = None,
+    commit: command.Commit = None,
 ) -> None:
     """Time forward, decode step and training step of one layer, with and without the kernel; write one JSON line each."""
     try:

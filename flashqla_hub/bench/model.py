@@ -52,9 +52,9 @@ def bench_model_command(
     ] = None,
     path: Annotated[list[str] | None, typer.Option(help=PATH)] = None,
     warm: Annotated[bool, typer.Option("--warm", help=WARM)] = False,
-    source: Annotated[Path, typer.Option(help="Folder of the kernel, with build/ in it.")] = command.ROOT,
-    output: Annotated[Path | None, typer.Option(help="Record file; benchmarks/results/<device>/ by default.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit of the sources, where the checkout has no .git.")] = None,
+    source: command.Source = command.ROOT,
+    output: command.Output = None,
+    commit: command.Commit = None,
 ) -> None:
     """Time prefill and generated tokens of a model of random weights, with and without the kernel; write one JSON line each."""
     try:
