@@ -1,86 +1,109 @@
 """The chunk's triangular solve of the backward: X = (I + K B)^-1, with beta on the columns of a strictly lower K.
 
-X gives the errors e = X y where `_solve.py` gives what is written, beta e; the steps are the same: sixteen-blocks by
-substitution in float32, then X21 = -X22 K21 B1 X11 on tensor cores. No entry divides by beta, which may be zero.
+X gives the errors e = X y where `_solve.py` gives what is written, beta e; the steps are the same: eight-blocks by
+substitution in float32, then blocks of 8, 16 and 32 joined by X21 = -X22 K21 B1 X11 on tensor cores. No entry divides by
+beta, which may be zero. The tiles, and who makes which part of them, are those of `_solve.py`.
 """
 
 import tilelang.language as T
 
-from ._sm90 import BACKWARD_FACTOR, CHUNK, SOLVE_BLOCK
-from ._solve import VECTOR, load_left, load_right, multiply
-
-HALF = CHUNK // 2
-
-
-def skew(block):
-    """Columns by which odd blocks are shifted, so that the two blocks that a warp reads lie in different banks."""
-    return BACKWARD_FACTOR.block_padding * (block % 2)
+from ._sm90 import LEAF, SOLVE_BLOCK, WARP
+from ._solve import HALF, VECTOR, load_leaves, load_left, load_right, multiply, multiply_half
 
 
 @T.macro
-def invert_block(columns, beta, buffer, side, tile, block, column):
-    """Column `column` of a diagonal block of X, by one thread.
-
-    `columns` holds the diagonal blocks of K in float32, transposed, so that a step reads what the known entry acts on.
-    """
-    entries, x = T.alloc_local((SOLVE_BLOCK,), "float32"), T.alloc_local((SOLVE_BLOCK,), "float32")
-    strength, written = T.alloc_local((SOLVE_BLOCK,), "float32"), T.alloc_var("float32")
-    top = block * SOLVE_BLOCK
-    for i in T.vectorized(SOLVE_BLOCK):
-        strength[i] = beta[buffer, side, top + i]
-    for i in T.unroll(SOLVE_BLOCK):
+def invert_leaf(leaves, beta, buffer, side, X, first, part, lane):
+    """A column of an 8-block of X by one thread; 32 threads make the four blocks of a part. Arguments as in `_solve.py`."""
+    entries, x, strength = (T.alloc_local((LEAF,), "float32") for _ in range(3))
+    written = T.alloc_var("float32")
+    leaf, column = part * (WARP // LEAF) + lane // LEAF, lane % LEAF
+    for i in T.vectorized(LEAF):
+        strength[i] = beta[buffer, side, leaf * LEAF + i]
+    for i in T.unroll(LEAF):
         x[i] = 0.0
-    for j in T.unroll(SOLVE_BLOCK):
+    for j in T.unroll(LEAF):
         x[j] = T.Select(column == j, 1.0, 0.0) - x[j]
         written = strength[j] * x[j]
-        for group in T.unroll((j + 1) // VECTOR, SOLVE_BLOCK // VECTOR):
+        for group in T.unroll((j + 1) // VECTOR, LEAF // VECTOR):
             for e in T.vectorized(VECTOR):
-                entries[group * VECTOR + e] = columns[top + j, group * VECTOR + skew(block) + e]
-        for i in T.unroll(j + 1, SOLVE_BLOCK):
+                entries[group * VECTOR + e] = leaves[leaf, j * LEAF + group * VECTOR + e]
+        for i in T.unroll(j + 1, LEAF):
             x[i] += entries[i] * written
-    for i in T.unroll(SOLVE_BLOCK):
-        tile[top + i, top + column] = T.cast(x[i], "float16")
+    for i in T.unroll(LEAF):
+        X[leaf * LEAF + i, first + leaf * LEAF + column] = T.cast(x[i], "float16")
 
 
 @T.macro
-def store_negative(accumulator, tile, row, column, lane):
-    """-accumulator to the 16 x 16 block of `tile` at (row, column)."""
+def join_leaves(K, X, beta, buffer, side, first, token, lane):
+    """X21 of two pairs of 8-blocks, those of the 16-blocks from `token` and from `token` + 16 on, by one warp.
+
+    Only the lower rows of the mma's A and the upper rows of its B are used; the rest is zero.
+    """
+    lower, upper, below = (T.alloc_local((4,), "float16") for _ in range(3))
+    left, right = T.alloc_local((8,), "float16"), T.alloc_local((8,), "float16")
+    factors, product = T.alloc_local((2,), "float32"), T.alloc_local((8,), "float32")
+    load_leaves(False, X, token + LEAF, first + token + LEAF, SOLVE_BLOCK, lane, lower)
+    load_leaves(True, X, token, first + token, SOLVE_BLOCK, lane, upper)
+    load_leaves(True, K, token + LEAF, token, SOLVE_BLOCK, lane, below)
+    for e in T.unroll(8):
+        left[e] = T.cast(0, "float16")
+        right[e] = T.cast(0, "float16")
+    for block in T.unroll(2):
+        at = token + block * SOLVE_BLOCK
+        for e in T.vectorized(2):
+            factors[e] = beta[buffer, side, at + (lane % 4) * 2 + e]
+        for e in T.unroll(2):
+            left[2 + e] = lower[block * 2 + e]
+            right[e] = below[block * 2 + e]
+            right[4 + e] = upper[block * 2 + e]
+        T.clear(product)
+        multiply_half(left, right, 0, product, 0)
+        for e in T.unroll(2):
+            left[2 + e] = T.cast(product[2 + e] * factors[e], "float16")
+        multiply_half(left, right, 4, product, 4)
+        for e in T.vectorized(2):
+            X[at + LEAF + lane // 4, first + at + (lane % 4) * 2 + e] = T.cast(-product[6 + e], "float16")
+
+
+@T.macro
+def store_negative(accumulator, X, row, column, lane):
+    """-accumulator to the 16 x 16 block of X at (row, column)."""
     for pair in T.unroll(4):
         for e in T.vectorized(2):
-            tile[row + lane // 4 + (pair % 2) * 8, column + (pair // 2) * 8 + (lane % 4) * 2 + e] = T.cast(
+            X[row + lane // 4 + (pair % 2) * 8, column + (pair // 2) * 8 + (lane % 4) * 2 + e] = T.cast(
                 -accumulator[pair * 2 + e], "float16"
             )
 
 
 @T.macro
-def as_scaled_left(accumulator, beta, buffer, side, column, lane, out):
-    """An accumulator as an A operand, each column multiplied by its token's beta; `column` is its first token."""
+def as_scaled_left(accumulator, beta, buffer, side, token, lane, out):
+    """An accumulator as an A operand, each column multiplied by its token's beta; `token` is that of the first."""
     factors = T.alloc_local((4,), "float32")
     for half in T.unroll(2):
         for e in T.vectorized(2):
-            factors[half * 2 + e] = beta[buffer, side, column + half * 8 + (lane % 4) * 2 + e]
+            factors[half * 2 + e] = beta[buffer, side, token + half * 8 + (lane % 4) * 2 + e]
     for e in T.unroll(8):
         out[e] = T.cast(accumulator[e] * factors[(e // 4) * 2 + e % 2], "float16")
 
 
 @T.macro
-def join_blocks(K, X, beta, buffer, side, at, lane):
-    """X21 of the two 16-blocks from (at, at) on, by one warp."""
+def join_blocks(K, X, beta, buffer, side, first, token, lane):
+    """X21 of the two 16-blocks from `token` on, by one warp."""
     left, right = T.alloc_local((8,), "float16"), T.alloc_local((8,), "float16")
     product, result = T.alloc_local((8,), "float32"), T.alloc_local((8,), "float32")
     T.clear(product)
     T.clear(result)
-    load_left(X, at + SOLVE_BLOCK, at + SOLVE_BLOCK, lane, left)
-    load_right(K, at + SOLVE_BLOCK, at, lane, right)
+    load_left(X, token + SOLVE_BLOCK, first + token + SOLVE_BLOCK, lane, left)
+    load_right(K, token + SOLVE_BLOCK, token, lane, right)
     multiply(left, right, product)
-    as_scaled_left(product, beta, buffer, side, at, lane, left)
-    load_right(X, at, at, lane, right)
+    as_scaled_left(product, beta, buffer, side, token, lane, left)
+    load_right(X, token, first + token, lane, right)
     multiply(left, right, result)
-    store_negative(result, X, at + SOLVE_BLOCK, at, lane)
+    store_negative(result, X, token + SOLVE_BLOCK, first + token, lane)
 
 
 @T.macro
-def join_row(K, X, beta, buffer, side, step, lane):
+def join_row(K, X, beta, buffer, side, first, step, lane):
     """Rows 16 step to 16 step + 15 of X21 of the two 32-blocks, by one warp; X22 and X11 are lower triangular."""
     left, right = T.alloc_local((8,), "float16"), T.alloc_local((8,), "float16")
     low, high = T.alloc_local((8,), "float32"), T.alloc_local((8,), "float32")
@@ -88,20 +111,21 @@ def join_row(K, X, beta, buffer, side, step, lane):
     T.clear(low)
     T.clear(high)
     for k in T.serial(step + 1):
-        load_left(X, row, HALF + k * SOLVE_BLOCK, lane, left)
-        load_right(K, HALF + k * SOLVE_BLOCK, 0, lane, right)
+        token = HALF + k * SOLVE_BLOCK
+        load_left(X, row, first + token, lane, left)
+        load_right(K, token, 0, lane, right)
         multiply(left, right, low)
-        load_right(K, HALF + k * SOLVE_BLOCK, SOLVE_BLOCK, lane, right)
+        load_right(K, token, SOLVE_BLOCK, lane, right)
         multiply(left, right, high)
     as_scaled_left(low, beta, buffer, side, 0, lane, left)
     T.clear(low)
-    load_right(X, 0, 0, lane, right)
+    load_right(X, 0, first, lane, right)
     multiply(left, right, low)
     as_scaled_left(high, beta, buffer, side, SOLVE_BLOCK, lane, left)
     T.clear(high)
-    load_right(X, SOLVE_BLOCK, 0, lane, right)
+    load_right(X, SOLVE_BLOCK, first, lane, right)
     multiply(left, right, low)
-    load_right(X, SOLVE_BLOCK, SOLVE_BLOCK, lane, right)
+    load_right(X, SOLVE_BLOCK, first + SOLVE_BLOCK, lane, right)
     multiply(left, right, high)
-    store_negative(low, X, row, 0, lane)
-    store_negative(high, X, row, SOLVE_BLOCK, lane)
+    store_negative(low, X, row, first, lane)
+    store_negative(high, X, row, first + SOLVE_BLOCK, lane)

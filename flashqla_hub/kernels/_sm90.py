@@ -167,10 +167,8 @@ class BackwardFactorLayout:
 
     sides: int = 2  # value heads in flight
     warps_per_side: int = 2
-    blocks_per_sm: int = 2
-    block_padding: int = (
-        4  # floats: rows of 80 bytes, and the room to shift every other block by 16 (`_error_solve.skew`)
-    )
+    blocks_per_sm: int = 5
+    leaf_padding: int = 8  # floats, as in the factor kernel
 
     @property
     def threads(self) -> int:
@@ -179,11 +177,10 @@ class BackwardFactorLayout:
     def shared_memory(self, dtype: str) -> int:
         """Bytes of all tiles, before alignment."""
         keys_and_queries = 2 * CHUNK * HEAD_DIM * BYTES[dtype]
-        square = CHUNK * (CHUNK + FACTOR.row_padding) * BYTES["float16"]
-        blocks = CHUNK * (SOLVE_BLOCK + self.block_padding) * BYTES["float32"]
+        leaves = CHUNK // LEAF * (LEAF * LEAF + self.leaf_padding) * BYTES["float32"]
         norms = NORM_VECTORS * CHUNK * BYTES["float32"]
         gates = 2 * self.sides * 2 * CHUNK * BYTES["float32"]
-        return keys_and_queries + (2 + self.sides) * square + blocks + norms + gates
+        return keys_and_queries + leaves + norms + gates
 
 
 @dataclass(frozen=True)

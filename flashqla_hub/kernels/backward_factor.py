@@ -16,27 +16,31 @@ Reads        q k [T, H, 128] · g beta [T, HV] f32 · chunks [slots, 4]
 Writes       solve scores [slots, HV, C, C] · rows [slots, HV, 6, C] f32 · norms [slots, H, 2, C] f32
 
 Threads                           per block                per pair of value heads
-warp 0 (part 0 of side 0)         loads keys, queries      half of the solve and of the tiles of head 2 i
-warp 1 (part 1 of side 0)         gates of head 0          the other half, then the gates of head 2 i + 2
+warp 0 (part 0 of side 0)         loads keys, queries      head 2 i: X[:32, :32], X[32:48, :32], rows to 31 of both tiles
+warp 1 (part 1 of side 0)         gates of head 0          X[32:, 32:], X[48:, :32], the other rows, gates of head 2 i + 2
 warps 2, 3 (side 1)               gates of head 1          the same of head 2 i + 1
+all                               K^ K^^T, Q^ K^^T
+
+The products lie where the queries were and the solves where the keys were, so that five blocks fit in an SM: a block
+waits for most of its life, and only other blocks fill it (docs/design/2026-11-29-factor.md).
 
 Barrier       set by        waited on by     arrivals
 token_ready   warp 0        all              1
-1 + side      named: the two warps of a side, between the steps of the solve
+1 + side      named: the two warps of a side, before and after X[32:, :32]
 """
 
 import tilelang.language as T
 
-from ._error_solve import invert_block, join_blocks, join_row, skew
+from ._error_solve import invert_leaf, join_blocks, join_leaves, join_row
 from ._sm90 import (
     BACKWARD_FACTOR,
     CHUNK,
     CHUNK_FIRST_TOKEN,
     CHUNK_ROWS,
     CHUNK_WORDS,
-    FACTOR,
     HEAD_DIM,
     L2NORM_EPS,
+    LEAF,
     NORM_KEY,
     NORM_QUERY,
     NORM_VECTORS,
@@ -47,13 +51,13 @@ from ._sm90 import (
     ROW_TAKE,
     ROW_VECTORS,
     ROW_WRITE,
-    SOLVE_BLOCK,
     STRONGEST_GATE,
     VANISHING,
     WARP,
 )
-from ._tile import Group, arrive, linear, wait
-from .factor import EIGHT, LINES, LOG2_E, load_gates
+from ._solve import HALF
+from ._tile import Group, arrive, wait
+from .factor import EIGHT, LINES, LOG2_E, clear_above, load_gates, meet, place_of_leaf_entry, take_diagonal
 
 SIDES = BACKWARD_FACTOR.sides
 SIDE = BACKWARD_FACTOR.warps_per_side * WARP  # threads
@@ -61,48 +65,55 @@ FLOAT32 = "float32"
 
 
 class Tiles(Group):
-    """Shared memory: keys and queries, their products as float16, one solve a side, gates of two rounds."""
+    """Shared memory: keys and queries, leaves of K^ K^^T in float32, gates of two rounds.
+
+    Once the products are there, the keys' place takes X as float16, that of side s in columns 64 s to 64 s + 63, and the
+    queries' place K^ K^^T as float16, with the scores without gates behind it.
+    """
 
     suffix = "_smem"
 
     def __init__(self, dtype):
-        padded, gates = CHUNK + FACTOR.row_padding, (2, SIDES, CHUNK)
+        gates = (2, SIDES, CHUNK)
         self.k = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
         self.q = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
-        self.kk = T.alloc_shared((CHUNK, padded), "float16")
-        self.qk = T.alloc_shared((CHUNK, padded), "float16")
-        self.kk_columns = T.alloc_shared((CHUNK, SOLVE_BLOCK + BACKWARD_FACTOR.block_padding), FLOAT32)
-        self.solve = [T.alloc_shared((CHUNK, padded), "float16") for _ in range(SIDES)]
+        self.leaves = T.alloc_shared((CHUNK // LEAF, LEAF * LEAF + BACKWARD_FACTOR.leaf_padding), FLOAT32)
         self.norms = T.alloc_shared((NORM_VECTORS, CHUNK), FLOAT32)
         self.beta = T.alloc_shared(gates, FLOAT32)
         self.decay = T.alloc_shared(gates, FLOAT32)
 
 
 @T.macro
-def sum_gates(dtype, t, buffer, side, gate, strength, rows_out, slot, head, rows, scale, lane):
-    """Decays of a chunk, in log2, and the scales that follow from them; one warp, two tokens a lane."""
-    total, carried, last, lead = (T.alloc_var(FLOAT32) for _ in range(4))
-    key, query = T.alloc_local((2,), FLOAT32), T.alloc_local((2,), FLOAT32)
+def sum_gates(t, buffer, side, gate, strength, rows, lane):
+    """gate <- decays of a chunk in log2, two tokens a lane of one warp; they and the strengths to shared memory."""
+    total, carried = T.alloc_var(FLOAT32), T.alloc_var(FLOAT32)
     for e in T.unroll(2):
         gate[e] = T.Select(2 * lane + e < rows, gate[e] * LOG2_E, 0.0)
         gate[e] = T.Select(gate[e] < STRONGEST_GATE, STRONGEST_GATE, gate[e])
         strength[e] = T.Select(2 * lane + e < rows, strength[e], 0.0)
-    lead = T.shfl_sync(gate[0], 0) if dtype == "float16" else 0.0
     total = gate[0] + gate[1]
     for step in T.unroll(5):
         carried = T.shfl_up(total, 1 << step)
         total += T.Select(lane >= (1 << step), carried, 0.0)
     gate[0] = total - gate[1]
     gate[1] = total
-    last = T.shfl_sync(total, WARP - 1)
-    for e in T.vectorized(2):
-        key[e] = t.norms[NORM_KEY, 2 * lane + e]
-    for e in T.vectorized(2):
-        query[e] = t.norms[NORM_QUERY, 2 * lane + e]
     for e in T.vectorized(2):
         t.decay[buffer, side, 2 * lane + e] = gate[e]
     for e in T.vectorized(2):
         t.beta[buffer, side, 2 * lane + e] = strength[e]
+
+
+@T.macro
+def write_rows(dtype, t, gate, strength, rows_out, slot, head, scale, lane):
+    """The scales of a chunk's rows, from what `sum_gates` left in registers."""
+    last, lead = T.alloc_var(FLOAT32), T.alloc_var(FLOAT32)
+    key, query = T.alloc_local((2,), FLOAT32), T.alloc_local((2,), FLOAT32)
+    last = T.shfl_sync(gate[1], WARP - 1)
+    lead = T.shfl_sync(gate[0], 0) if dtype == "float16" else 0.0
+    for e in T.vectorized(2):
+        key[e] = t.norms[NORM_KEY, 2 * lane + e]
+    for e in T.vectorized(2):
+        query[e] = t.norms[NORM_QUERY, 2 * lane + e]
     for e in T.vectorized(2):
         rows_out[slot, head, ROW_DECAY, 2 * lane + e] = gate[e]
     for e in T.vectorized(2):
@@ -118,19 +129,20 @@ def sum_gates(dtype, t, buffer, side, gate, strength, rows_out, slot, head, rows
 
 
 @T.macro
-def query_norms(dtype, t, use_l2norm, thread):
-    """1 / |q|, or 1; a pair of lanes has a query, and each sums half of its squares."""
+def query_norms(dtype, t, use_l2norm, rows, thread):
+    """1 / |q|, or 1; a pair of lanes has a query, and each sums half of its squares. No token: as of zeros."""
     packed, squares = T.alloc_local((EIGHT,), dtype), T.alloc_local((1,), FLOAT32)
     row, part = thread // 2, thread % 2
     if use_l2norm != 0:
-        squares[0] = L2NORM_EPS / 2
+        squares[0] = 0.0
         for turn in T.serial(HEAD_DIM // 2 // EIGHT):
             group = turn ^ (part * 4)  # the two lanes of a pair read different banks
             for e in T.vectorized(EIGHT):
                 packed[e] = t.q[row, part * (HEAD_DIM // 2) + group * EIGHT + e]
             for e in T.unroll(EIGHT):
                 squares[0] += T.cast(packed[e], FLOAT32) * T.cast(packed[e], FLOAT32)
-        squares[0] = T.rsqrt(squares[0] + T.shfl_xor(squares[0], 1))
+        squares[0] += T.shfl_xor(squares[0], 1)
+        squares[0] = T.rsqrt(T.Select(row < rows, squares[0], 0.0) + L2NORM_EPS)
     else:
         squares[0] = 1.0
     if part == 0:
@@ -138,101 +150,87 @@ def query_norms(dtype, t, use_l2norm, thread):
 
 
 @T.macro
-def keep_products(t, KK, QK, scale, use_l2norm, thread):
-    """K^ K^^T and scale Q^ K^^T to shared memory as float16, the diagonal blocks of the first transposed in float32."""
-    if thread < CHUNK:
-        t.norms[NORM_KEY, thread] = 1.0
-    T.sync_threads()
+def keep_products(t, products, KK, QK, square, scale, use_l2norm, thread):
+    """K^ K^^T and scale Q^ K^^T to shared memory as float16, the leaves of the first in float32."""
+    T.clear(square)
+    take_diagonal(KK, square)
+    if use_l2norm != 0:
+        for a, c in T.Parallel(CHUNK, LEAF):
+            if a % LEAF == c:
+                t.norms[NORM_KEY, a] = T.rsqrt(square[a, c] + L2NORM_EPS)
+    else:
+        if thread < CHUNK:
+            t.norms[NORM_KEY, thread] = 1.0
+    T.sync_threads()  # all norms are there, and the products have been made of the tiles
     if use_l2norm != 0:
         for a, c in T.Parallel(CHUNK, CHUNK):
-            if a // SOLVE_BLOCK == c // SOLVE_BLOCK:
-                if a == c:
-                    t.norms[NORM_KEY, a] = T.rsqrt(KK[a, c] + L2NORM_EPS)
-        T.sync_threads()
-        for a, c in T.Parallel(CHUNK, CHUNK):
             KK[a, c] *= t.norms[NORM_KEY, a] * t.norms[NORM_KEY, c]
+        take_diagonal(KK, square)
     for a, c in T.Parallel(CHUNK, CHUNK):
-        t.kk[a, c] = T.cast(KK[a, c], "float16")
+        products[a, c] = T.cast(KK[a, c], "float16")
+    for a, c in T.Parallel(CHUNK, LEAF):
+        t.leaves[a // LEAF, (a % LEAF) * LEAF + c] = square[a, c]
     for a, c in T.Parallel(CHUNK, CHUNK):
-        if a // SOLVE_BLOCK == c // SOLVE_BLOCK:
-            t.kk_columns[c, a % SOLVE_BLOCK + skew(c // SOLVE_BLOCK)] = KK[a, c]
-    for a, c in T.Parallel(CHUNK, CHUNK):
-        t.qk[a, c] = T.cast(QK[a, c] * (t.norms[NORM_QUERY, a] * scale) * t.norms[NORM_KEY, c], "float16")
+        products[a, CHUNK + c] = T.cast(QK[a, c] * (t.norms[NORM_QUERY, a] * scale) * t.norms[NORM_KEY, c], "float16")
 
 
 @T.macro
-def write_tiles(dtype, t, buffer, side, tile, solve, scores, slot, head, part, lane):
+def write_tiles(dtype, t, buffer, side, X, products, solve, scores, slot, head, part, lane):
     """Half of the rows of the solve and of the scores, gated, in whole lines of 128 bytes."""
     column = (lane % EIGHT) * EIGHT
-    top = part * (CHUNK // 2) + lane // EIGHT
+    top = part * HALF + lane // EIGHT
     strength, decays = T.alloc_local((EIGHT,), FLOAT32), T.alloc_local((EIGHT,), FLOAT32)
     entry, score = T.alloc_local((EIGHT,), "float16"), T.alloc_local((EIGHT,), "float16")
-    solve_out, score_out = T.alloc_local((EIGHT,), dtype), T.alloc_local((EIGHT,), dtype)
+    solve_out, score_out = T.alloc_local((EIGHT,), FLOAT32), T.alloc_local((EIGHT,), FLOAT32)
     decay, since = T.alloc_var(FLOAT32), T.alloc_var(FLOAT32)
     for e in T.vectorized(EIGHT):
         strength[e] = t.beta[buffer, side, column + e]
     for e in T.vectorized(EIGHT):
         decays[e] = t.decay[buffer, side, column + e]
-    for turn in T.serial(CHUNK // 2 // LINES):
+    for turn in T.serial(HALF // LINES):
         row = top + turn * LINES
         decay = t.decay[buffer, side, row]
         for e in T.vectorized(EIGHT):
-            entry[e] = tile[row, column + e]
+            entry[e] = X[row, side * CHUNK + column + e]
         for e in T.vectorized(EIGHT):
-            score[e] = t.qk[row, column + e]
+            score[e] = products[row, CHUNK + column + e]
         for e in T.unroll(EIGHT):
             since = T.exp2(T.Select(row >= column + e, decay - decays[e], VANISHING))
-            solve_out[e] = T.cast(T.cast(entry[e], FLOAT32) * since, dtype)
-            score_out[e] = T.cast(T.cast(score[e], FLOAT32) * (since * strength[e]), dtype)
+            solve_out[e] = T.cast(entry[e], FLOAT32) * since
+            score_out[e] = T.cast(score[e], FLOAT32) * (since * strength[e])
         for e in T.vectorized(EIGHT):
-            solve[slot, head, row, column + e] = solve_out[e]
+            solve[slot, head, row, column + e] = T.cast(solve_out[e], dtype)
         for e in T.vectorized(EIGHT):
-            scores[slot, head, row, column + e] = score_out[e]
-
-
-@T.macro
-def solve_head(dtype, t, buffer, side, tile, solve, scores, slot, head, part, lane):
-    """The solve of one value head by the two warps of a side, and the tiles from it."""
-    invert_block(t.kk_columns, t.beta, buffer, side, tile, 2 * part + lane // SOLVE_BLOCK, lane % SOLVE_BLOCK)
-    T.sync_threads(1 + side, SIDE)
-    join_blocks(t.kk, tile, t.beta, buffer, side, 2 * part * SOLVE_BLOCK, lane)
-    T.sync_threads(1 + side, SIDE)
-    join_row(t.kk, tile, t.beta, buffer, side, part, lane)
-    T.sync_threads(1 + side, SIDE)
-    write_tiles(dtype, t, buffer, side, tile, solve, scores, slot, head, part, lane)
+            scores[slot, head, row, column + e] = T.cast(score_out[e], dtype)
 
 
 @T.macro
 def solve_heads(
-    dtype, t, side, tile, g, beta, solve, scores, rows_out, slot, head, group, first, rows, scale, part, lane
-):
+    dtype, t, X, products, gate, strength, g, beta, solve, scores, rows_out, slot, head, group, first, rows, scale, side,
+    part, own,
+):  # fmt: skip
     """Value heads head + side, head + side + SIDES, ... of the key head; gates are loaded a round ahead."""
-    gate, strength = T.alloc_local((2,), FLOAT32), T.alloc_local((2,), FLOAT32)
+    top, token, lane = side * CHUNK, part * HALF, T.alloc_var("int32")
     for turn in T.serial(T.truncdiv(group + SIDES - 1 - side, SIDES)):
+        lane = T.shfl_sync(own, own)  # the compiler would compute all addresses once and keep them in registers
         buffer = turn % 2
         current = head + turn * SIDES + side
-        has_next = turn * SIDES + side + SIDES < group
-        if part == 1:
-            if has_next:
-                load_gates(gate, strength, g, beta, current + SIDES, first, rows, lane)
-        solve_head(dtype, t, buffer, side, tile, solve, scores, slot, current, part, lane)
-        if part == 1:
-            if has_next:
-                sum_gates(
-                    dtype, t, 1 - buffer, side, gate, strength, rows_out, slot, current + SIDES, rows, scale, lane
-                )
-        T.sync_threads(1 + side, SIDE)
-
-
-@T.macro
-def clear_tail(dtype, t, rows):
-    """Zeros in the rows that belong to no token of this sequence, whatever was loaded there."""
-    for a, c in T.Parallel(CHUNK, HEAD_DIM):
-        if a >= rows:
-            t.k[a, c] = T.cast(0, dtype)
-            t.q[a, c] = T.cast(0, dtype)
-    T.fence_proxy_async()
-    T.sync_threads()
+        loads_next = T.And(part == 1, turn * SIDES + side + SIDES < group)
+        if loads_next:
+            load_gates(gate, strength, g, beta, current + SIDES, first, rows, lane)
+        invert_leaf(t.leaves, t.beta, buffer, side, X, top, part, lane)
+        T.sync_warp()
+        join_leaves(products, X, t.beta, buffer, side, top, token, lane)
+        T.sync_warp()
+        join_blocks(products, X, t.beta, buffer, side, top, token, lane)
+        meet(side)
+        join_row(products, X, t.beta, buffer, side, top, part, lane)
+        if loads_next:
+            sum_gates(t, 1 - buffer, side, gate, strength, rows, lane)
+            write_rows(dtype, t, gate, strength, rows_out, slot, current + SIDES, scale, lane)
+        meet(side)
+        write_tiles(dtype, t, buffer, side, X, products, solve, scores, slot, current, part, lane)
+        T.sync_warp()
 
 
 def build_backward_factor(dtype):
@@ -258,8 +256,10 @@ def build_backward_factor(dtype):
         with T.Kernel(chunk_slots * key_heads, threads=BACKWARD_FACTOR.threads) as block:
             T.annotate_min_blocks_per_sm(BACKWARD_FACTOR.blocks_per_sm)
             t = Tiles(dtype)
-            T.annotate_layout({tile: linear(tile) for tile in [t.kk, t.qk, *t.solve]})
+            X, products = (T.view(tile, (CHUNK, HEAD_DIM), "float16") for tile in (t.k, t.q))
             KK, QK = T.alloc_fragment((CHUNK, CHUNK), FLOAT32), T.alloc_fragment((CHUNK, CHUNK), FLOAT32)
+            square = T.alloc_fragment((CHUNK, LEAF), FLOAT32)
+            T.annotate_layout({square: T.Fragment((CHUNK, LEAF), forward_fn=place_of_leaf_entry)})
             gate, strength = T.alloc_local((2,), FLOAT32), T.alloc_local((2,), FLOAT32)
             token_ready = T.alloc_barrier([1])
             thread = T.get_thread_binding()
@@ -275,37 +275,32 @@ def build_backward_factor(dtype):
                     T.tma_copy(k[first : first + CHUNK, key_head, :], t.k, barrier=token_ready[0])
                     T.tma_copy(q[first : first + CHUNK, key_head, :], t.q, barrier=token_ready[0])
                     arrive(token_ready, 0, thread)
-                if part == 1:
-                    if side < group:
-                        load_gates(gate, strength, g, beta, head + side, first, rows, lane)
-                for a, c in T.Parallel(CHUNK, CHUNK):
-                    t.solve[0][a, c] = T.cast(0, "float16")
-                    t.solve[1][a, c] = T.cast(0, "float16")
+                has_first = T.And(part == 1, side < group)
+                if has_first:
+                    load_gates(gate, strength, g, beta, head + side, first, rows, lane)
                 wait(token_ready, 0, 0)
-                if rows < CHUNK:
-                    clear_tail(dtype, t, rows)
+                query_norms(dtype, t, use_l2norm, rows, thread)
                 T.wgmma_gemm(t.k, t.k, KK, transpose_B=True, clear_accum=True)
                 T.wgmma_gemm(t.q, t.k, QK, transpose_B=True, clear_accum=True)
-                query_norms(dtype, t, use_l2norm, thread)
+                if has_first:
+                    sum_gates(t, 0, side, gate, strength, rows, lane)
                 T.wait_wgmma(0)
-                keep_products(t, KK, QK, scale, use_l2norm, thread)
+                if rows < CHUNK:
+                    for a, c in T.Parallel(CHUNK, CHUNK):
+                        KK[a, c] = T.Select(T.max(a, c) < rows, KK[a, c], 0.0)
+                    for a, c in T.Parallel(CHUNK, CHUNK):
+                        QK[a, c] = T.Select(T.max(a, c) < rows, QK[a, c], 0.0)
+                keep_products(t, products, KK, QK, square, scale, use_l2norm, thread)
+                clear_above(dtype, t, side, part, lane)
                 T.sync_threads()
                 for vector in T.unroll(NORM_VECTORS):
                     if thread < CHUNK:
                         norms[slot, key_head, vector, thread] = t.norms[vector, thread]
-                if part == 1:
-                    if side < group:
-                        sum_gates(dtype, t, 0, side, gate, strength, row_scales, slot, head + side, rows, scale, lane)
-                T.sync_threads()
-                if side == 0:
-                    solve_heads(
-                        dtype, t, 0, t.solve[0], g, beta, solve, scores, row_scales, slot, head, group, first, rows,
-                        scale, part, lane,
-                    )  # fmt: skip
-                else:
-                    solve_heads(
-                        dtype, t, 1, t.solve[1], g, beta, solve, scores, row_scales, slot, head, group, first, rows,
-                        scale, part, lane,
-                    )  # fmt: skip
+                if has_first:
+                    write_rows(dtype, t, gate, strength, row_scales, slot, head + side, scale, lane)
+                solve_heads(
+                    dtype, t, X, products, gate, strength, g, beta, solve, scores, row_scales, slot, head, group, first,
+                    rows, scale, side, part, lane,
+                )  # fmt: skip
 
     return backward_factor
