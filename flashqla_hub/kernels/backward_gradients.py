@@ -76,8 +76,13 @@ from ._tile import arrive
 
 PROTOCOL = BACKWARD_GRADIENTS_PROTOCOL
 BLOCKS = BACKWARD_GRADIENTS.blocks
-CONSUMER, MOVER = BACKWARD_GRADIENTS.consumer.registers, BACKWARD_GRADIENTS.movers.registers
 MOVERS = BACKWARD_GRADIENTS.consumers * WARPGROUP  # first thread of the loader
+
+
+def registers_of(dtype):
+    """Registers of a thread that makes queries' gradients, keys' gradients, or moves; their sum is that of the launch."""
+    consumer, mover = BACKWARD_GRADIENTS.consumer.registers, BACKWARD_GRADIENTS.movers.registers
+    return (consumer - 16, consumer + 16, mover) if dtype == "float16" else (consumer, consumer, mover)
 
 
 def build_backward_gradients(dtype):
@@ -85,6 +90,8 @@ def build_backward_gradients(dtype):
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     chunk_slots = T.dynamic("chunk_slots")
     q_t, q_h, k_t, k_h, do_t, do_h = (T.dynamic(name, "int64") for name in ("q_t", "q_h", "k_t", "k_h", "do_t", "do_h"))
+
+    QUERY_REGISTERS, KEY_REGISTERS, MOVER_REGISTERS = registers_of(dtype)
 
     @T.prim_func
     def backward_gradients(
@@ -113,7 +120,7 @@ def build_backward_gradients(dtype):
             works, heads, work = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             works, heads, work = 0, 0, 0
             if thread < WARPGROUP:
-                T.set_max_nreg(CONSUMER, 1)
+                T.set_max_nreg(QUERY_REGISTERS, 1)
                 for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
                     find_work(work, place, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
                     if place[3] > 0:
@@ -129,7 +136,7 @@ def build_backward_gradients(dtype):
                         arrive(b.tokens_free, slot, thread)
                         works += 1
             elif thread < MOVERS:
-                T.set_max_nreg(CONSUMER, 1)
+                T.set_max_nreg(KEY_REGISTERS, 1)
                 for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
                     find_work(work, place, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
                     if place[3] > 0:
@@ -143,7 +150,7 @@ def build_backward_gradients(dtype):
                         arrive(b.tokens_free, slot, thread)
                         works += 1
             else:
-                T.set_max_nreg(MOVER, 0)
+                T.set_max_nreg(MOVER_REGISTERS, 0)
                 for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
                     find_work(work, place, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
                     if place[3] > 0:

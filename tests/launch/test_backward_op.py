@@ -281,6 +281,13 @@ def test_flags_do_not_stand_for_each_other(product_process):
         assert factor.arguments["use_l2norm"] == gradients.arguments["use_l2norm"] == 0
 
 
+def test_float16_has_kernels_of_its_own(product_process):
+    found, _, described = product_process.run(run, replace(PACKED, dtype="float16"))
+    names = [f"backward_{name}_fp16_kernel" for name in ("factor", "scan", "gradients")]
+    assert [launch.kernel for launch in found] == ["backward_plan_kernel", *names]
+    assert [dtype for _, dtype in described] == ["torch.float16"] * 3 + ["torch.float32"] * 3
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 def test_states_of_another_dtype_are_copied_to_float32(product_process, kind):
     [_, _, scan, _], addresses, _ = product_process.run(run, replace(PACKED, initial=kind, dfinal=kind))
@@ -325,10 +332,6 @@ def as_double(tensor):
     return tensor.double()
 
 
-def as_half(tensor):
-    return tensor.half()
-
-
 def with_half_the_dim(tensor):
     return tensor[..., :64]
 
@@ -348,8 +351,7 @@ def with_odd_rows(tensor):
 @pytest.mark.parametrize(
     ("index", "change", "words"),
     [
-        (0, "as_double", "q is not bfloat16, which the SM90 backward takes"),
-        (0, "as_half", "q is not bfloat16, which the SM90 backward takes"),
+        (0, "as_double", "q is neither bfloat16 nor float16, which the SM90 backward takes"),
         (1, "as_double", "k and q have different dtypes"),
         (2, "with_half_the_dim", "v has head dim 64 and the SM90 kernels take 128"),
         (2, "with_one_head_more", "v has 5 heads and q has 2; the value heads must be a positive multiple"),

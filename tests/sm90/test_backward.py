@@ -26,8 +26,8 @@ def _library(kernel):
         pytest.skip(f"{reason}; FLASHQLA_TEST_VARIANT names the folder of a variant that has one")
 
 
-def problem_with_states(**options):
-    return on_gpu(make_problem(1, 300, 2, 4, seed=10, bounds=BOUNDS, states=(16, 17), **options))
+def problem_with_states(dtype=torch.bfloat16):
+    return on_gpu(make_problem(1, 300, 2, 4, seed=10, bounds=BOUNDS, states=(16, 17)), dtype)
 
 
 def with_leaves(problem):
@@ -50,8 +50,9 @@ def assert_same(ours, theirs):
         assert torch.equal(one, other), name
 
 
-def test_gradients_agree_with_the_pytorch_path_in_float32(kernel):
-    problem = problem_with_states()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_agree_with_the_pytorch_path_in_float32(kernel, dtype):
+    problem = problem_with_states(dtype=dtype)
     single = problem.map(lambda x: x.float())
     for name, ours, theirs in zip(
         LEAVES, gradients(kernel, problem), gradients_in_float32(kernel, single), strict=True
@@ -158,3 +159,73 @@ def test_the_forward_keeps_only_its_inputs(kernel):
     kept = torch.cuda.memory_allocated() - before
     results = sum(x.numel() * x.element_size() for x in (o, state))
     assert kept <= results + 4096
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_one_leaf_alone_gets_the_same_gradient(kernel, name):
+    problem = problem_with_states()
+    expected = gradients(kernel, problem)[LEAVES.index(name)]
+    leaf = getattr(problem, name).detach().clone().requires_grad_()
+    [grad] = torch.autograd.grad(loss_of(problem, *run(kernel, replace(problem, **{name: leaf}))), leaf)
+    assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_kept_and_no_bit_changes(kernel, mode):
+    problem, _ = with_leaves(problem_with_states())
+    expected = run(kernel, problem)
+    with mode():
+        before = torch.cuda.memory_allocated()
+        results = run(kernel, problem)
+        kept = torch.cuda.memory_allocated() - before
+    assert kept <= sum(x.numel() * x.element_size() for x in results) + 4096
+    for ours, theirs in zip(results, expected, strict=True):
+        assert torch.equal(ours, theirs) and not ours.requires_grad and ours.grad_fn is None
+
+
+class Projected(torch.nn.Module):
+    """A layer of one projection: x [B, T, 64] -> q, k of one head, v and gates of two."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel, self.project = kernel, torch.nn.Linear(64, 4 * 128 + 4)
+
+    def forward(self, x):
+        q, k, v, g, beta = self.project(x).split((128, 128, 256, 2, 2), dim=-1)
+        heads = (y.unflatten(-1, (-1, 128)) for y in (q, k, v))
+        gates = -torch.nn.functional.softplus(g), beta.sigmoid()
+        return self.kernel.chunk_gated_delta_rule(*heads, *gates, use_qk_l2norm_in_kernel=True)[0]
+
+
+def test_distributed_data_parallel_changes_no_bit(kernel, tmp_path):
+    """One process of a group, whose hooks gather and hand out the gradients of every parameter."""
+    layer = Projected(kernel).cuda().bfloat16()
+    x = torch.randn(2, 130, 64, device="cuda", dtype=torch.bfloat16)
+    expected = torch.autograd.grad(layer(x).float().square().mean(), list(layer.parameters()))
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(layer, device_ids=[torch.cuda.current_device()])
+        wrapped(x).float().square().mean().backward()
+        for parameter, grad in zip(layer.parameters(), expected, strict=True):
+            assert torch.equal(parameter.grad, grad)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_lack_of_memory_is_pytorch_s_own_error(kernel):
+    """A script that catches it can go on with a smaller batch."""
+    problem, leaves = with_leaves(on_gpu(make_problem(1, 2048, 4, 8, seed=90, states=(1, 2))))
+    loss = loss_of(problem, *run(kernel, problem))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + (1 << 22)
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    torch.cuda.set_per_process_memory_fraction(room / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="PyTorch could not allocate"):
+            torch.autograd.grad(loss, leaves)
+        with pytest.raises(torch.OutOfMemoryError, match="PyTorch could not allocate"):
+            [run(kernel, problem) for _ in range(8)]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    run(kernel, problem)

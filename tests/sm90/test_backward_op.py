@@ -14,7 +14,7 @@ from flashqla_hub.reference import gated_delta_rule_backward
 
 from .chunk_form import chunk_form_gradients, differentiated_chunk_form
 from .shipped_library import find_library, load_ops
-from .test_forward_op import DIM, GATES, Call, Case, make_call, relative
+from .test_forward_op import DIM, DTYPES, GATES, Call, Case, make_call, relative
 
 LIBRARY = find_library()
 HAS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -99,24 +99,26 @@ def judge(case, call, grads, results):
         assert error <= LIMITS[name], f"{name}: {error:.2e}"
 
 
-def cases_of_lengths_and_gates():
-    for tokens in (0, 1, 2, 17, 63, 64, 65, 127, 128, 129, 200):
-        yield Case(f"B2-T{tokens}", tokens=tokens, batch=2, l2norm=True, gates="mild")
-    for gates in GATES:
-        yield Case(gates, tokens=333, heads=(2, 8), gates=gates)
-        yield Case(f"{gates}-l2norm-VK", heads=(1, 4), gates=gates, l2norm=True, v_first=True)
+def cases_of_both_dtypes():
+    for dtype in DTYPES:
+        name = "bf16" if dtype == torch.bfloat16 else "fp16"
+        for tokens in (0, 1, 2, 17, 63, 64, 65, 127, 128, 129, 200):
+            yield Case(f"{name}-B2-T{tokens}", tokens=tokens, batch=2, dtype=dtype, l2norm=True, gates="mild")
+        for gates in GATES:
+            yield Case(f"{name}-{gates}", tokens=333, heads=(2, 8), gates=gates, dtype=dtype)
+            yield Case(f"{name}-{gates}-l2norm-VK", heads=(1, 4), gates=gates, dtype=dtype, l2norm=True, v_first=True)
+        yield Case(f"{name}-T1000", tokens=1000, batch=2, gates="mild", dtype=dtype)
+        yield Case(f"{name}-clustered-keys-no-gate", tokens=1000, gates="none", clusters=0.7, dtype=dtype)
+        yield Case(f"{name}-close-keys", tokens=1000, gates="mild", clusters=0.95, l2norm=True, dtype=dtype)
+        yield Case(f"{name}-beta-below-2", tokens=500, gates="mild", beta=2.0, dtype=dtype)
 
 
 CASES = [
-    *cases_of_lengths_and_gates(),
+    *cases_of_both_dtypes(),
     *(
         Case(f"H{h}-HV{hv}", tokens=150, heads=(h, hv), l2norm=True)
         for h, hv in ((1, 1), (3, 3), (2, 6), (1, 16), (5, 10))
     ),
-    Case("T1000", tokens=1000, batch=2, gates="mild"),
-    Case("clustered-keys-no-gate", tokens=1000, gates="none", clusters=0.7),
-    Case("close-keys", tokens=1000, gates="mild", clusters=0.95, l2norm=True),
-    Case("beta-below-2", tokens=500, gates="mild", beta=2.0),
     Case("packed", lengths=(0, 1, 0, 64, 64, 0, 171, 63, 437, 0), l2norm=True),
     Case("packed-int64-VK", lengths=(500, 0, 1, 499), offsets=torch.int64, v_first=True),
     Case("packed-unused-rows", lengths=(100, 63, 1, 137), unused=399, initial=None),
@@ -124,7 +126,7 @@ CASES = [
     Case("bf16-initial-state", tokens=100, initial=torch.bfloat16),
     Case("scale", tokens=100, scale=-0.37),
     Case("strided", tokens=300, batch=2, strided=True, l2norm=True),
-    Case("strided-packed", lengths=(7, 193, 250), strided=True),
+    Case("strided-packed-fp16", lengths=(7, 193, 250), strided=True, dtype=torch.float16),
 ]
 
 
@@ -176,9 +178,10 @@ def test_a_neighbour_full_of_nan_changes_no_bit(backward):
         assert torch.equal(clean[5][n], spoilt[5][n])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gates", ["mild", "trained"])
-def test_backward_repeats_bit_for_bit(backward, gates):
-    case = Case("repeat", heads=(16, 64), lengths=(1000, 1, 999, 2048), gates=gates, l2norm=True)
+def test_backward_repeats_bit_for_bit(backward, gates, dtype):
+    case = Case("repeat", heads=(16, 64), lengths=(1000, 1, 999, 2048), gates=gates, l2norm=True, dtype=dtype)
     call = make_call(case)
     grads = make_gradients(call)
     results = run(backward, case, call, grads)

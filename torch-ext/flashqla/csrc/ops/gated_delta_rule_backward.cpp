@@ -55,10 +55,12 @@ struct Arguments {
   }
 };
 
+bool is_bfloat16(const TensorView& tensor) { return tensor.dtype == aoti_torch_dtype_bfloat16(); }
+
 void check_arguments(const Arguments& arguments) {
   const TensorView &q = arguments.q.view(), &k = arguments.k.view(), &v = arguments.v.view();
-  FLASHQLA_CHECK(q.dtype == aoti_torch_dtype_bfloat16(),
-                 "q is not bfloat16, which the SM90 backward takes; convert q, k and v.");
+  FLASHQLA_CHECK(is_bfloat16(q) || q.dtype == aoti_torch_dtype_float16(),
+                 "q is neither bfloat16 nor float16, which the SM90 backward takes; convert q, k and v.");
   check_token_rows(q, q);
   check_token_rows(k, q);
   check_token_rows(v, q);
@@ -181,7 +183,8 @@ class Backward {
     NewTensor g_copy, beta_copy;
     const TensorView g = as_gate(as_contiguous_float32(arguments_.g, g_copy));
     const TensorView beta = as_gate(as_contiguous_float32(arguments_.beta, beta_copy));
-    launch_backward_factor_bf16(scope_, q(), k(), g, beta, chunks, solve, scores, rows, norms, static_cast<float>(arguments_.scale),
+    const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_factor_bf16 : launch_backward_factor_fp16;
+    launch(scope_, q(), k(), g, beta, chunks, solve, scores, rows, norms, static_cast<float>(arguments_.scale),
            arguments_.use_l2norm);
   }
 
@@ -194,7 +197,8 @@ class Backward {
     void* const initial = has_initial ? as_contiguous_float32(arguments_.initial_state, initial_copy).data : unused;
     void* const dfinal = has_dfinal ? as_contiguous_float32(arguments_.dht, dfinal_copy).data : unused;
     void* const dinitial = arguments_.output_dinitial ? dinitial_.view().data : unused;
-    launch_backward_scan_bf16(scope_, q(), k(), as_token_rows(arguments_.v.view()), as_token_rows(arguments_.do_.view()), solve, scores,
+    const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_scan_bf16 : launch_backward_scan_fp16;
+    launch(scope_, q(), k(), as_token_rows(arguments_.v.view()), as_token_rows(arguments_.do_.view()), solve, scores,
            rows, spans, as_states("initial_state", initial), as_states("dht", dfinal), errors, states, dstates,
            as_token_rows(dv_.view()), as_states("dh0", dinitial), has_initial, has_dfinal, arguments_.output_dinitial,
            arguments_.state_v_first);
@@ -202,7 +206,8 @@ class Backward {
 
   void launch_gradient_kernel(const TensorView& errors, const TensorView& states, const TensorView& dstates,
                               const TensorView& rows, const TensorView& norms, const TensorView& chunks) {
-    launch_backward_gradients_bf16(scope_, q(), k(), as_token_rows(arguments_.do_.view()), as_token_rows(dv_.view()), errors, states, dstates,
+    const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_gradients_bf16 : launch_backward_gradients_fp16;
+    launch(scope_, q(), k(), as_token_rows(arguments_.do_.view()), as_token_rows(dv_.view()), errors, states, dstates,
            rows, norms, chunks, as_token_rows(dq_.view()), as_token_rows(dk_.view()), as_gate(dg_.view()),
            as_gate(dbeta_.view()), static_cast<float>(arguments_.scale), arguments_.use_l2norm);
   }
