@@ -10,10 +10,11 @@ from ..sm90 import explain_device
 SM90_FORWARD = "sm90_gated_delta_rule_fwd"
 SM90_HEAD_DIM = 128
 SM90_DTYPES = (torch.bfloat16, torch.float16)
+SM90_BACKWARD_DTYPES = (torch.bfloat16,)  # the op has kernels for float16 too, which no GPU has judged yet
 
 
 def explain_unsupported(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Optional[str]:
-    """Say why a call with these tensors, forward or backward, takes the PyTorch path; None if SM90 kernels serve it.
+    """Say why a forward with these tensors is served by the PyTorch path; None if an SM90 kernel serves it.
 
     Usable before the call, and on a machine without a GPU. Tensors as in `chunk_gated_delta_rule`.
     """
@@ -28,3 +29,11 @@ def explain_unsupported(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     if v.shape[2] == 0:
         return "there are no value heads, and the SM90 kernels take at least one"
     return None
+
+
+def explain_unsupported_backward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Optional[str]:
+    """The same of a backward."""
+    reason = explain_unsupported(q, k, v, g, beta)
+    if reason is None and q.dtype not in SM90_BACKWARD_DTYPES:
+        return f"q has dtype {q.dtype}, and the SM90 backward takes bfloat16"
+    return reason

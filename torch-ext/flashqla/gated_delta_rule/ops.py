@@ -87,7 +87,7 @@ def gated_delta_rule_bwd(
     The SM90 kernels give a dh0 without sequences where there is no initial state, and read no residuals.
     """
     _check_bounds(cu_seqlens, q)
-    unsupported = capability.explain_unsupported(q, k, v, g, beta)
+    unsupported = capability.explain_unsupported_backward(q, k, v, g, beta)
     if unsupported is None:
         return sm90_path.backward(q, k, v, g, beta, initial_state, cu_seqlens, do, dht, scale, use_qk_l2norm)
     _notice_on_cuda("the backward of chunk_gated_delta_rule", unsupported, q)
@@ -129,7 +129,7 @@ def _forward_fake(
 
 def _backward_fake(q, k, v, g, beta, initial_state, cu_seqlens, residuals, do, dht, scale, use_qk_l2norm, chunk_size):
     shape = _state_shape(q, v, cu_seqlens)
-    if initial_state is None and capability.explain_unsupported(q, k, v, g, beta) is None:
+    if initial_state is None and capability.explain_unsupported_backward(q, k, v, g, beta) is None:
         shape[0] = 0
     state = q.new_empty(shape, dtype=torch_path.compute_dtype(q))
     return (*(_contiguous(x) for x in (q, k, v, g, beta)), state)
