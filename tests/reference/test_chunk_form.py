@@ -20,14 +20,15 @@ def make_case(tokens):
     return tensors, gated_delta_rule_backward(q, k, v, g, beta, do, **options)
 
 
-def gradients(tensors, dtype):
-    return chunk_form_gradients(*(x[0] for x in tensors), scale=0.2, l2norm=True, dtype=dtype)
+def gradients(tensors, dtype, **options):
+    return chunk_form_gradients(*(x[0] for x in tensors), scale=0.2, l2norm=True, dtype=dtype, **options)
 
 
+@pytest.mark.parametrize("value_scale", [1.0, 1.3])
 @pytest.mark.parametrize("tokens", [0, 1, 64, 150])
-def test_in_float64_it_is_the_recurrence(tokens):
+def test_in_float64_it_is_the_recurrence(tokens, value_scale):
     tensors, truth = make_case(tokens)
-    for ours, exact in zip(gradients(tensors, torch.float64), truth, strict=True):
+    for ours, exact in zip(gradients(tensors, torch.float64, value_scale=value_scale), truth, strict=True):
         assert relative_error(ours, exact[0]) < 1e-12
 
 

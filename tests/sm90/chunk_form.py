@@ -67,11 +67,15 @@ def chunk_form_gradients(
     scale: float,
     l2norm: bool,
     dtype: torch.dtype | None = None,
+    value_scale: float = 1.0,
 ) -> list[Tensor]:
     """Gradients of q, k, v (in their dtype), g, beta, initial state (float32) of one sequence without a batch dimension.
 
     Two passes and then chunk by chunk, as backwards of this operator are cut into kernels: states before and gradients behind
     each chunk, errors e = v - S^T k and gradients of v are kept in `dtype`, that of v by default. In float64 it is exact.
+
+    Values and states are multiplied by `value_scale` and the gradients of all others divided by it: the same mathematics with
+    other roundings.
     """
     dtype = dtype or v.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -90,10 +94,10 @@ def chunk_form_gradients(
     chunks = [
         _Chunk(unit_q[:, part] * scale, unit_k[:, part], gates[:, part], strengths[:, part], rounded) for part in parts
     ]
-    S, states, errors = initial_state.to(wide), [], []
+    S, states, errors = initial_state.to(wide) * value_scale, [], []
     for part, chunk in zip(parts, chunks, strict=True):
         states.append(rounded(S))
-        S, error = chunk.forward(S, values[:, part])
+        S, error = chunk.forward(S, values[:, part] * value_scale)
         errors.append(rounded(error))
     dS, grads = dht.to(wide), []
     for part, chunk, state, error in reversed(list(zip(parts, chunks, states, errors, strict=True))):
@@ -106,6 +110,7 @@ def chunk_form_gradients(
     if l2norm:
         dq, dk = (_through_norm(x, *of) for x, *of in zip((dq, dk), raw, norms, strict=True))
     dq, dk = (x.unflatten(1, (-1, group)).sum(2) for x in (dq, dk))
+    dq, dk, dg, dbeta = (x / value_scale for x in (dq, dk, dg, dbeta))
     return [x.to(dtype) for x in (dq, dk, dv)] + [dg, dbeta, dS]
 
 

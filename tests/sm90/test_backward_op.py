@@ -1,7 +1,8 @@
 """Numbers of the backward op as compiled, against the gradients of the float64 token recurrence.
 
-An error may be 1.2 times that of the chunk form in 16 bits, the larger of its two, and never above 1e-2 (dg: 2e-2), relative L2
-over a whole call.
+An error may be 1.2 times that of the chunk form in 16 bits and never above 1e-2 (dg: 2e-2), relative L2 over a whole call. The form is
+evaluated in several ways, of which the largest error counts: where a few <S, dS> make up most of dg, its error is that of
+a few roundings, and differs by a third from one equivalent call to the next.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ pytestmark = [
 NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dh0")
 FACTOR = 1.2
 LIMITS = dict.fromkeys(NAMES, 1e-2) | {"dg": 2e-2}
+VALUE_SCALES = (1.0, 1.15, 1.3, 1.7)  # each rounds differently
 NEGLIGIBLE = 1e-6  # of float32 sums, where the truth is that close to what 16 bits give or is zero
 
 
@@ -81,10 +83,9 @@ def judge(case, call, grads, results):
     """Errors of all gradients against the truth, next to the yardstick's."""
     parts = list(parts_of(case, call, grads))
     truths = [true_gradients(case, part) for part in parts]
-    forms = [
-        [form(*part, scale=case.scale, l2norm=case.l2norm) for part in parts]
-        for form in (chunk_form_gradients, differentiated_chunk_form)
-    ]
+    options = {"scale": case.scale, "l2norm": case.l2norm}
+    forms = [[differentiated_chunk_form(*part, **options) for part in parts]]
+    forms += [[chunk_form_gradients(*part, **options, value_scale=scale) for part in parts] for scale in VALUE_SCALES]
     for index, name in enumerate(NAMES):
         result = results[index]
         rows = result if name == "dh0" else result.flatten(0, 1)
