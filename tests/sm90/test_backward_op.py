@@ -1,8 +1,8 @@
 """Numbers of the backward op as compiled, against the gradients of the float64 token recurrence.
 
-An error may be 1.2 times that of the chunk form in 16 bits and never above 1e-2 (dg: 2e-2), relative L2 over a whole call. The form is
-evaluated in several ways, of which the largest error counts: where a few <S, dS> make up most of dg, its error is that of
-a few roundings, and differs by a third from one equivalent call to the next.
+An error may be 1.2 times that of the chunk form in 16 bits and never above 1e-2 (dg: 2e-2), relative L2 over a whole call.
+The form is evaluated in several ways, of which the largest error counts: where a few <S, dS> make up most of dg, its error is
+that of a few roundings, and differs by a third from one equivalent call to the next.
 """
 
 import dataclasses
