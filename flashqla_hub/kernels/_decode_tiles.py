@@ -1,9 +1,12 @@
 """Which numbers of a state a thread of the decode kernel holds, as plain arithmetic, for both layouts and state dtypes.
 
-A thread reads 16 bytes at a time; `run` lanes side by side read one run of a row, and the other lanes of the warp read other
-rows. Where rows are values ([V, K]), a warp has whole rows. Where rows are keys ([K, V]), the warps of a block share the keys
-of float32 states, in runs of 128 bytes, and meet once a token; of bfloat16 states a warp has all keys of a few values, in runs
-of 32 bytes, a sector (docs/design/2026-11-29-around-the-recurrence.md has the times of either).
+`run` lanes side by side read one run of a row, and the other lanes of the warp read other rows. Where rows are values
+([V, K]), a warp has whole rows, and a block the rows of some values. Where rows are keys ([K, V]), all warps of a block share the
+keys of its values and meet twice a token: a block has whole rows and so a whole head, or where there are few heads to do, a part
+of its values (docs/design/2026-11-29-around-the-recurrence.md has the times).
+
+However a [K, V] head is cut, the sums over its keys are the same to the bit: GROUP keys one after the other, the two groups of a
+warp, and the warps in their order.
 
 `number(key, value)` is where a thread holds the state of its `key`-th key and `value`-th value.
 """
@@ -12,7 +15,8 @@ from dataclasses import dataclass
 
 from ._sm90 import BYTES, HEAD_DIM, WARP
 
-ACCESS = 16  # bytes
+LINE = 128  # bytes of a line of the L2 cache
+GROUP = 8  # keys of [K, V] that are summed one after the other
 
 
 @dataclass(frozen=True)
@@ -21,37 +25,27 @@ class DecodeLayout:
 
     v_first: bool
     state_dtype: str
-    warps: int = 4
-
-    @property
-    def columns(self) -> int:
-        """Numbers of one access."""
-        return ACCESS // BYTES[self.state_dtype]
-
-    @property
-    def blocks_per_sm(self) -> int:
-        """Blocks whose registers an SM has room for."""
-        return 4 if self.numbers > 32 or self.key_warps > 1 else 6
+    warps: int
+    run: int  # lanes that read side by side
+    columns: int  # numbers of one access: neighbouring keys of [V, K], values of [K, V]
+    values: int  # different values among a thread's numbers
+    blocks_per_sm: int  # whose registers an SM has room for
+    orders_ahead: bool  # whether blocks bring states of later ones into the L2 cache
 
     @property
     def key_warps(self) -> int:
         """Warps that share the keys of the same values."""
-        return self.warps if not self.v_first and self.state_dtype == "float32" else 1
-
-    @property
-    def run(self) -> int:
-        """Lanes that read side by side."""
-        return 8 if self.v_first or self.key_warps > 1 else 2
+        return 1 if self.v_first else self.warps
 
     @property
     def keys(self) -> int:
         """Different keys among a thread's numbers; in pieces of `key_width` side by side."""
-        return HEAD_DIM // self.run if self.v_first else HEAD_DIM * self.run // (WARP * self.key_warps)
+        return HEAD_DIM // self.run if self.v_first else HEAD_DIM * self.run // (WARP * self.warps)
 
     @property
-    def values(self) -> int:
-        """Different values among a thread's numbers."""
-        return 2 if self.v_first else self.columns
+    def groups(self) -> int:
+        """Groups of keys that are summed apart."""
+        return 1 if self.v_first else self.keys // GROUP
 
     @property
     def numbers(self) -> int:
@@ -63,7 +57,7 @@ class DecodeLayout:
 
     @property
     def key_width(self) -> int:
-        return self.columns if self.v_first else self.keys
+        return self.columns if self.v_first else GROUP
 
     @property
     def values_of_warp(self) -> int:
@@ -81,9 +75,12 @@ class DecodeLayout:
     @property
     def steps(self) -> tuple[int, ...]:
         """Distances of the lanes that hold other keys of the same values."""
-        if self.v_first:
-            return (1, 2, 4)
-        return tuple(step for step in (2, 4, 8, 16) if step >= self.run)
+        return tuple(step for step in (1, 2, 4, 8, 16) if (step < self.run) == self.v_first)
+
+    @property
+    def lines(self) -> int:
+        """Lines of the cache that the block's part of a state takes."""
+        return HEAD_DIM * self.values_of_block * BYTES[self.state_dtype] // LINE
 
     def number(self, key, value):
         """The number that belongs to a thread's key and value."""
@@ -92,15 +89,16 @@ class DecodeLayout:
     def first_key(self, warp, lane):
         if self.v_first:
             return (lane % self.run) * self.columns
-        return (warp % self.key_warps * (WARP // self.run) + lane // self.run) * self.keys
+        return (warp * (WARP // self.run) + lane // self.run) * self.keys
 
     def first_value(self, tile, warp, lane):
-        place = lane // self.run if self.v_first else lane % self.run
-        return tile * self.values_of_block + warp // self.key_warps * self.values_of_warp + place * self.values
+        if self.v_first:
+            return tile * self.values_of_block + warp * self.values_of_warp + lane // self.run * self.values
+        return tile * self.values_of_block + lane % self.run * self.values
 
     def piece(self, index):
         """Distance of a piece of keys from the first."""
-        return index * self.run * self.columns
+        return index * self.key_width * (self.run if self.v_first else 1)
 
     def offset(self, access, tile, warp, lane):
         """Place of an access in the head's state of HEAD_DIM * HEAD_DIM numbers."""
@@ -110,6 +108,28 @@ class DecodeLayout:
             return (value + access // pieces) * HEAD_DIM + key + self.piece(access % pieces)
         return (key + access) * HEAD_DIM + value
 
+    def line(self, index, tile):
+        """Place of a line of the block's part of a state."""
+        step = LINE // BYTES[self.state_dtype]
+        if self.v_first:
+            return tile * self.values_of_block * HEAD_DIM + index * step
+        lines = self.values_of_block // step
+        return index // lines * HEAD_DIM + tile * self.values_of_block + index % lines * step
+
     def writes(self, warp, lane):
         """Whether the thread writes outputs: one of those that hold the same values."""
-        return lane % self.run == 0 if self.v_first else warp % self.key_warps * WARP + lane < self.run
+        return lane % self.run == 0 if self.v_first else warp * WARP + lane < self.run
+
+
+KV, VK = False, True
+
+DECODE_LAYOUTS = {
+    "kv_f32": DecodeLayout(KV, "float32", warps=8, run=32, columns=4, values=4, blocks_per_sm=2, orders_ahead=False),
+    "kv_f32_few": DecodeLayout(
+        KV, "float32", warps=8, run=16, columns=2, values=2, blocks_per_sm=2, orders_ahead=False
+    ),
+    "kv_bf16": DecodeLayout(KV, "bfloat16", warps=8, run=16, columns=8, values=8, blocks_per_sm=2, orders_ahead=True),
+    "vk_f32": DecodeLayout(VK, "float32", warps=4, run=8, columns=4, values=2, blocks_per_sm=6, orders_ahead=False),
+    "vk_bf16": DecodeLayout(VK, "bfloat16", warps=4, run=8, columns=8, values=4, blocks_per_sm=3, orders_ahead=True),
+}
+"""Kernels by the end of their names; `few` is for so few heads that parts of them, side by side, are sooner done."""

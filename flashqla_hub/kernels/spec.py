@@ -6,9 +6,10 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
+from ._decode_tiles import DECODE_LAYOUTS
+
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 WIDE_DTYPES = DTYPES | {"fp32": "float32"}
-STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 CONVOLUTION_TAPS = (4, 8)  # kernels for widths up to 4 and up to 8
 
@@ -266,19 +267,19 @@ class DecodeSpec:
     """The recurrence token by token, on states in one of two layouts."""
 
     dtype: str
-    v_first: bool
-    state: str
-    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 16, "STG": 5})
+    layout: str
+    # Eight accesses to the state, in and out, and outputs; lines of a state and of a token's rows that are ordered ahead.
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 16, "STG": 9, "CCTL": 4})
     pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
 
     @property
     def name(self) -> str:
-        return f"decode_{self.dtype}_{'vk' if self.v_first else 'kv'}_{self.state}"
+        return f"decode_{self.dtype}_{self.layout}"
 
     def build(self) -> Any:
         from .decode import build_decode
 
-        return build_decode(DTYPES[self.dtype], self.v_first, STATE_DTYPES[self.state])
+        return build_decode(DTYPES[self.dtype], DECODE_LAYOUTS[self.layout])
 
 
 @dataclass(frozen=True)
@@ -374,5 +375,5 @@ SPECS = (
     *(PartialSumsSpec(dtype) for dtype in DTYPES),
     *(GatesSpec(dtype) for dtype in WIDE_DTYPES),
     *(GatesBackwardSpec(dtype) for dtype in WIDE_DTYPES),
-    *(DecodeSpec(dtype, v_first, state) for dtype in DTYPES for v_first in (False, True) for state in STATE_DTYPES),
+    *(DecodeSpec(*key) for key in product(DTYPES, DECODE_LAYOUTS)),
 )

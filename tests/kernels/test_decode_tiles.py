@@ -5,10 +5,10 @@ from itertools import product
 
 import pytest
 
-from flashqla_hub.kernels._decode_tiles import ACCESS, DecodeLayout
+from flashqla_hub.kernels._decode_tiles import DECODE_LAYOUTS, GROUP, LINE
 from flashqla_hub.kernels._sm90 import BYTES, HEAD_DIM, REGISTER_FILE, WARP
 
-LAYOUTS = [DecodeLayout(v_first, dtype) for v_first in (False, True) for dtype in ("float32", "bfloat16")]
+each_layout = pytest.mark.parametrize("layout", DECODE_LAYOUTS.values(), ids=DECODE_LAYOUTS)
 
 
 def threads(layout):
@@ -25,7 +25,7 @@ def place_in(layout):
     return lambda pair: layout.number(*pair)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@each_layout
 def test_every_number_of_a_state_has_one_thread(layout):
     offsets = Counter(
         layout.offset(access, *thread) + e
@@ -36,7 +36,7 @@ def test_every_number_of_a_state_has_one_thread(layout):
     assert offsets == Counter(range(HEAD_DIM * HEAD_DIM))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@each_layout
 def test_numbers_belong_to_the_keys_and_values_that_are_loaded(layout):
     for tile, warp, lane in threads(layout):
         keys, first_value = keys_of(layout, warp, lane), layout.first_value(tile, warp, lane)
@@ -50,19 +50,21 @@ def test_numbers_belong_to_the_keys_and_values_that_are_loaded(layout):
             assert (key, value) == (keys[i], first_value + j)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@each_layout
 def test_accesses_are_aligned_and_lanes_side_by_side_read_whole_sectors(layout):
     size = BYTES[layout.state_dtype]
+    width = layout.columns * size
+    assert width in (8, 16)
     for tile, warp, lane in threads(layout):
         for access in range(layout.accesses):
             start = layout.offset(access, tile, warp, lane) * size
-            assert start % ACCESS == 0
+            assert start % width == 0
             if lane % layout.run:
-                assert start - layout.offset(access, tile, warp, lane - 1) * size == ACCESS
-    assert layout.run * ACCESS % 32 == 0
+                assert start - layout.offset(access, tile, warp, lane - 1) * size == width
+    assert layout.run * width % 32 == 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@each_layout
 def test_the_threads_that_exchange_sums_hold_all_keys_of_the_same_values(layout):
     lanes = {0}
     for step in layout.steps:
@@ -72,7 +74,7 @@ def test_the_threads_that_exchange_sums_hold_all_keys_of_the_same_values(layout)
     assert sorted(key for thread in threads_of for key in keys_of(layout, *thread)) == list(range(HEAD_DIM))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@each_layout
 def test_every_output_is_written_once(layout):
     written = [
         layout.first_value(*thread) + e
@@ -83,7 +85,32 @@ def test_every_output_is_written_once(layout):
     assert sorted(written) == list(range(HEAD_DIM))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@each_layout
 def test_blocks_leave_room_for_the_numbers_and_half_as_many_registers_again(layout):
     registers = REGISTER_FILE // (layout.blocks_per_sm * layout.warps * WARP)
     assert registers >= layout.numbers * 3 // 2 + 32
+
+
+@each_layout
+def test_the_lines_of_a_block_are_those_that_its_threads_read(layout):
+    size = BYTES[layout.state_dtype]
+    for tile in range(layout.tiles):
+        read = {
+            layout.offset(access, tile, warp, lane) * size // LINE
+            for warp in range(layout.warps)
+            for lane in range(WARP)
+            for access in range(layout.accesses)
+        }
+        assert sorted(layout.line(index, tile) * size / LINE for index in range(layout.lines)) == sorted(read)
+
+
+def test_sums_over_keys_have_one_order_however_a_head_is_cut():
+    """Eight keys in a row, then the two halves of a warp's sixteen, then the warps."""
+    for layout in DECODE_LAYOUTS.values():
+        if layout.v_first:
+            continue
+        for warp in range(layout.warps):
+            halves = [keys_of(layout, warp, lane) for lane in (0, *layout.steps)]
+            groups = [keys[i : i + GROUP] for keys in halves for i in range(0, len(keys), GROUP)]
+            first = 2 * GROUP * warp
+            assert groups == [[*range(first, first + GROUP)], [*range(first + GROUP, first + 2 * GROUP)]]

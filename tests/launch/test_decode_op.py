@@ -8,7 +8,9 @@ import torch
 from fake_gpu import launches, op
 
 H, HV, D = 2, 4, 128
-TILES = {("kv", "f32"): 4, ("vk", "f32"): 4, ("kv", "bf16"): 2, ("vk", "bf16"): 4}
+# Blocks of a head and threads of a block.
+KERNELS = {"kv_f32_few": (4, 256), "kv_f32": (1, 256), "kv_bf16": (1, 256), "vk_f32": (4, 128), "vk_bf16": (2, 128)}
+FEW = 64  # heads of all sequences
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def make_arguments(call: Call) -> list[Any]:
     gates = torch.zeros(*shape, 2 * HV, dtype=getattr(torch, call.gate_dtype)).split(HV, dim=-1)
     parameters = [torch.zeros(HV), torch.zeros(HV, dtype=getattr(torch, call.dtype))] if call.raw else [None, None]
     sequences = call.batch if call.offsets is None else len(call.offsets) - 1
-    slots = sequences if call.indices is None else 9
+    slots = sequences if call.indices is None else max(9, sequences)
     states = [None]
     if call.state is not None:
         states = [torch.full((slots, HV, D, D), 3.0, dtype=getattr(torch, call.state))]
@@ -72,8 +74,9 @@ def expected_arguments(addresses, tokens, sequences, **changes):
     expected = {name: addresses[name] for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "states", "o")}
     expected |= {f"wide_{name}": addresses[name] for name in ("g", "beta", "A_log", "dt_bias")}
     expected |= {f"{name}_t": row for name in "qkv"} | {f"{name}_h": D for name in "qkv"}
-    expected |= {"g_t": 2 * HV, "beta_t": 2 * HV, "tokens": tokens, "key_heads": H, "heads": HV, "slots": sequences}
+    expected |= {"g_t": 2 * HV, "beta_t": 2 * HV, "tokens": tokens, "heads": HV, "slots": sequences}
     expected |= {"scale": 0.25, "strength": 2.0, "sequences": sequences, "dense_length": 1}
+    expected |= {"ahead": 16 * 2**20 // (HV * D * D * 4), "heads_per_key": HV // H}
     expected |= {"words_per_entry": 0, "words_per_index": 0}
     expected |= {"g_is_wide": 0, "beta_is_wide": 0, "A_log_is_wide": 1, "dt_bias_is_wide": 0}
     expected |= {"use_l2norm": 1, "use_gate": 1, "use_sigmoid": 1, "has_dt_bias": 1, "has_initial": 1, "write_final": 1}
@@ -93,7 +96,7 @@ def assert_arguments(launch, expected):
 
 def test_a_step_is_one_launch(product_process):
     [decode], addresses, described = product_process.run(run, Call())
-    assert (decode.kernel, decode.grid, decode.block) == ("decode_bf16_kv_f32_kernel", (HV * 4, 5, 1), (128, 1, 1))
+    assert (decode.kernel, decode.grid, decode.block) == ("decode_bf16_kv_f32_few_kernel", (HV * 4, 5, 1), (256, 1, 1))
     assert decode.programmatic, "it may begin while the kernel before it ends"
     assert_arguments(decode, expected_arguments(addresses, 5, 5, new_states=addresses["final"]))
     assert described == [((5, 1, HV, D), "torch.bfloat16"), ((5, HV, D, D), "torch.float32")]
@@ -102,13 +105,19 @@ def test_a_step_is_one_launch(product_process):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])
-def test_every_layout_and_dtype_has_a_kernel_of_its_own(product_process, dtype, v_first, state):
-    call = Call(dtype=dtype, gate_dtype=dtype, v_first=v_first, state=state, indices=(0, 1, 2, 3, 4))
+@pytest.mark.parametrize("sequences", [FEW // HV, FEW // HV + 1])
+def test_every_layout_and_dtype_has_a_kernel_of_its_own(product_process, dtype, v_first, state, sequences):
+    indices = tuple(range(sequences))
+    call = Call(sequences, dtype=dtype, gate_dtype=dtype, v_first=v_first, state=state, indices=indices)
     [decode], addresses, _ = product_process.run(run, call)
-    layout, width = "vk" if v_first else "kv", "f32" if state == "float32" else "bf16"
-    assert decode.kernel == f"decode_{'bf16' if dtype == 'bfloat16' else 'fp16'}_{layout}_{width}_kernel"
-    assert decode.grid[0] == HV * TILES[layout, width]
+    name = f"{'vk' if v_first else 'kv'}_{'f32' if state == 'float32' else 'bf16'}"
+    if name == "kv_f32" and sequences * HV <= FEW:
+        name = "kv_f32_few"
+    blocks, threads = KERNELS[name]
+    assert decode.kernel == f"decode_{'bf16' if dtype == 'bfloat16' else 'fp16'}_{name}_kernel"
+    assert (decode.grid, decode.block) == ((HV * blocks, sequences, 1), (threads, 1, 1))
     assert decode.arguments["states"] == decode.arguments["new_states"] == addresses["states"]
+    assert decode.arguments["ahead"] == 16 * 2**20 // (HV * D * D * (4 if state == "float32" else 2))
 
 
 @pytest.mark.parametrize(("index_dtype", "words"), [("int32", 1), ("int64", 2)])
@@ -163,7 +172,7 @@ def test_flags_do_not_stand_for_each_other(product_process):
 @pytest.mark.parametrize("state", ["bfloat16", "float16"])
 def test_initial_states_of_another_dtype_are_copied_to_float32(product_process, state):
     [decode], addresses, described = product_process.run(run, Call(state=state))
-    assert decode.kernel == "decode_bf16_kv_f32_kernel"
+    assert decode.kernel == "decode_bf16_kv_f32_few_kernel"
     assert decode.arguments["states"] not in (0, addresses["states"])
     assert described[1][1] == "torch.float32"
 
@@ -171,7 +180,7 @@ def test_initial_states_of_another_dtype_are_copied_to_float32(product_process, 
 def test_sequences_fold_onto_the_third_axis(product_process):
     call = Call(batch=1, tokens=1, offsets=(0,) * 70_000 + (1,), state=None, output_final_state=False)
     [decode], _, _ = product_process.run(run, call)
-    assert decode.grid == (HV * 4, 32768, 3) and decode.arguments["sequences"] == 70_000
+    assert decode.grid == (HV, 32768, 3) and decode.arguments["sequences"] == 70_000
 
 
 def test_states_of_sequences_without_tokens_pass_through_the_kernel(product_process):

@@ -9,6 +9,8 @@ namespace {
 
 constexpr int64_t HEAD_DIM = 128;  // K = V
 constexpr int32_t NO_DENSE_LENGTH = -1;
+constexpr int64_t FEW_HEADS = 64;            // up to as many, a head of [K, V] float32 states is cut in parts
+constexpr int64_t BYTES_AHEAD = 16 << 20;  // of states that are ordered before their turn: about what all blocks hold
 const char* const OP = "the SM90 decode kernel";
 
 struct Arguments {
@@ -151,7 +153,8 @@ class Decode {
     choose(v, states)(scope_, q, k, v, g.narrow, g.wide, beta.narrow, beta.wide, rate.narrow, rate.wide, bias.narrow,
                       bias.wide, offsets.view, indices.view, states, new_states, o,
                       static_cast<float>(arguments_.scale), static_cast<float>(arguments_.strength),
-                      static_cast<int32_t>(sequences_), dense_length_, offsets.per_entry, indices.per_entry, g.is_wide,
+                      static_cast<int32_t>(sequences_), ahead(states), static_cast<int32_t>(heads_ / q.size[1]),
+                      dense_length_, offsets.per_entry, indices.per_entry, g.is_wide,
                       beta.is_wide, rate.is_wide, bias.is_wide, arguments_.use_l2norm, arguments_.A_log.has_value(),
                       arguments_.strength != 0, arguments_.dt_bias.has_value(), has_initial, write_final);
   }
@@ -160,6 +163,12 @@ class Decode {
 
  private:
   using Launch = decltype(&launch_decode_bf16_kv_f32);
+
+  // How many sequences ahead a block orders the state of its head; as many begin with an order of their own.
+  int32_t ahead(const TensorView& states) const {
+    const int64_t element = states.dtype == aoti_torch_dtype_float32() ? 4 : 2;
+    return static_cast<int32_t>(larger(1, BYTES_AHEAD / (heads_ * HEAD_DIM * HEAD_DIM * element)));
+  }
 
   Launch choose(const TensorView& v, const TensorView& states) const {
     static constexpr Launch launches[2][2][2] = {
@@ -171,7 +180,11 @@ class Decode {
     const bool is_float32 = states.dtype == aoti_torch_dtype_float32();
     FLASHQLA_CHECK(is_float32 || states.dtype == aoti_torch_dtype_bfloat16(),
                    "%s is neither float32 nor bfloat16, which the SM90 decode kernel takes; convert it.", states.name);
-    return launches[v.dtype == aoti_torch_dtype_float16()][arguments_.state_v_first][!is_float32];
+    const bool is_float16 = v.dtype == aoti_torch_dtype_float16();
+    if (is_float32 && !arguments_.state_v_first && sequences_ * heads_ <= FEW_HEADS) {
+      return is_float16 ? launch_decode_fp16_kv_f32_few : launch_decode_bf16_kv_f32_few;
+    }
+    return launches[is_float16][arguments_.state_v_first][!is_float32];
   }
 
   Parameter parameter(const ArgumentTensor& argument, const TensorView& q) const {
