@@ -89,7 +89,7 @@ def run(*arguments):
 
 def test_an_unknown_operation_is_one_sentence():
     result = run("--op", "convolution")
-    assert result.exit_code == 2 and "--op is 'convolution'; it must be one of norm-forward" in result.output
+    assert result.exit_code == 2 and "--op is 'convolution'; it must be one of decode, norm-forward" in result.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
