@@ -263,7 +263,9 @@ class Stub(SimpleNamespace):
     """What the capability looks at of a CUDA tensor."""
 
     def __init__(self, *shape, dtype=torch.bfloat16, device="cuda:0", requires_grad=False):
-        super().__init__(shape=shape, dtype=dtype, device=torch.device(device), requires_grad=requires_grad)
+        super().__init__(
+            shape=shape, dtype=dtype, device=torch.device(device), is_cuda=device != "cpu", requires_grad=requires_grad
+        )
 
 
 X, STATE, WEIGHT = Stub(1, 16, 5), Stub(1, 16, 4), Stub(16, 4)

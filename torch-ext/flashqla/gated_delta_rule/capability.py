@@ -18,7 +18,7 @@ def explain_unsupported(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 
     Usable before the call, and on a machine without a GPU. Tensors as in `chunk_gated_delta_rule`.
     """
-    reason = explain_device(q.device, SM90_FORWARD)
+    reason = explain_device(q, SM90_FORWARD)
     if reason is not None:
         return reason
     if q.dtype not in SM90_DTYPES:

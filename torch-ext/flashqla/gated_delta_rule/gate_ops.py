@@ -53,7 +53,7 @@ def explain_unsupported(
 
 def _reasons(a, b, A_log, dt_bias) -> Iterator[str]:
     first = b if a is None else a
-    reason = explain_device(first.device, SM90_FORWARD)
+    reason = explain_device(first, SM90_FORWARD)
     if reason is not None:
         yield reason
     if first.dtype not in SM90_DTYPES:

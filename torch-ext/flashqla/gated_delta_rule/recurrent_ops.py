@@ -46,7 +46,7 @@ def explain_unsupported(
 
 def _reasons(tensors, gates, states, sequences, in_place) -> Iterator[str]:
     q, _, v = tensors
-    reason = explain_device(q.device, SM90_FORWARD)
+    reason = explain_device(q, SM90_FORWARD)
     if reason is not None:
         yield reason
     if q.dtype not in SM90_DTYPES:

@@ -47,7 +47,7 @@ def call(
         initial_state = initial_state.contiguous()
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
-    o, final_state, _ = call_op(
+    return call_op(
         ops.sm90_gated_delta_rule_fwd,
         _loadable(q),
         _loadable(k),
@@ -62,7 +62,6 @@ def call(
         output_final_state,
         PLANS[plan],
     )
-    return o, final_state
 
 
 def backward(

@@ -116,7 +116,6 @@ class Forward {
   void hand_over(StableIValue* stack) {
     stack[0] = o_.hand_over();
     stack[1] = final_state_.hand_over();
-    stack[2] = operand_.hand_over();
   }
 
  private:
@@ -126,13 +125,11 @@ class Forward {
     o_.allocate("o", {v.size[0], v.size[1], v.size[2], STATE_DIM}, v.dtype, scope_.index());
     final_state_.allocate("final_state", {states, sizes_.v_heads, STATE_DIM, STATE_DIM}, aoti_torch_dtype_float32(),
                           scope_.index());
-    operand_.allocate("A", {sizes_.slots, sizes_.v_heads, CHUNK, CHUNK}, v.dtype, scope_.index());
   }
 
   // No token belongs to a sequence: o has no rows or only unused ones, and states stay as they are.
   void finish_without_chunks() {
     o_.fill_zero();
-    operand_.fill_zero();
     if (!arguments_.output_final_state) return;
     if (arguments_.initial_state.has_value()) {
       final_state_.copy_from(arguments_.initial_state.handle());
@@ -147,6 +144,7 @@ class Forward {
     NewTensor g_copy, beta_copy, initial_copy;
     Workspace workspace;
     Intermediates between{};
+    workspace.add(between.operand, "operand", {sizes_.slots, sizes_.v_heads, CHUNK, CHUNK}, o_.view().dtype, device);
     workspace.add(between.decay, "decay", {sizes_.slots, sizes_.v_heads, CHUNK}, float32, device);
     workspace.add(between.key_norm, "key_norm", {sizes_.slots, sizes_.heads, CHUNK}, float32, device);
     workspace.add(between.bound, "bound", {sizes_.slots, sizes_.v_heads}, float32, device);
@@ -172,7 +170,7 @@ class Forward {
 
   // What one kernel leaves to the other, and blocks of a kernel to others.
   struct Intermediates {
-    TensorView decay, key_norm, bound, states, transitions, reach, ready;
+    TensorView operand, decay, key_norm, bound, states, transitions, reach, ready;
   };
 
   void launch_factor_kernel(const TensorView& g, const TensorView& beta, const Intermediates& between) {
@@ -180,7 +178,7 @@ class Forward {
         contiguous_view("o", o_.view().data, aoti_torch_dtype_int32(), scope_.index(),
                         {sizes_.tokens, sizes_.v_heads * STATE_DIM / 2});
     const auto launch = is_bfloat16() ? launch_factor_bf16 : launch_factor_fp16;
-    launch(scope_, as_token_rows(arguments_.k.view()), g, beta, offset_words(), operand_.view(),
+    launch(scope_, as_token_rows(arguments_.k.view()), g, beta, offset_words(), between.operand,
            between.decay, between.key_norm, between.bound, between.ready, o_words, arguments_.use_l2norm,
            words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
   }
@@ -191,7 +189,7 @@ class Forward {
     const SegmentPlan& segments = sizes_.segments;
     const auto launch = is_bfloat16() ? launch_recurrence_bf16 : launch_recurrence_fp16;
     launch(scope_, as_token_rows(arguments_.q.view()), as_token_rows(arguments_.k.view()),
-           as_token_rows(arguments_.v.view()), operand_.view(), between.decay, between.key_norm,
+           as_token_rows(arguments_.v.view()), between.operand, between.decay, between.key_norm,
            between.bound, offset_words(), as_states("initial_state", initial), between.states, between.transitions,
            between.ready, between.reach, as_token_rows(o_.view()), as_states("final_state", final_state),
            static_cast<float>(arguments_.scale), arguments_.use_l2norm, arguments_.initial_state.has_value(),
@@ -231,7 +229,7 @@ class Forward {
   const Arguments& arguments_;
   const Sizes sizes_;
   DeviceScope scope_;
-  NewTensor o_, final_state_, operand_;
+  NewTensor o_, final_state_;
 };
 
 void run(StableIValue* stack, uint64_t, uint64_t) {
@@ -246,7 +244,7 @@ const OpRegistration registration(
     "sm90_gated_delta_rule_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
     "Tensor? cu_seqlens, float scale, bool use_qk_l2norm, bool state_v_first, bool output_final_state, "
     "int segment_chunks) "
-    "-> (Tensor o, Tensor final_state, Tensor A)",
+    "-> (Tensor o, Tensor final_state)",
     "sm90_gated_delta_rule_fwd", run);
 
 }  // namespace
