@@ -420,7 +420,7 @@ def test_a_tuner_that_only_compiles_calls_each_candidate_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton.testing", testing)
     worker.tune_nothing()
     called = []
-    assert testing.do_bench(lambda: called.append(0), quantiles=(0.5, 0.2, 0.8)) == (0.0, 0.0, 0.0) and called == [0]
+    assert testing.do_bench(lambda: called.append(0), quantiles=(0.5, 0.2, 0.8)) == [0.0, 0.0, 0.0] and called == [0]
 
 
 def test_the_host_time_is_the_least_of_many_rounds(monkeypatch):
