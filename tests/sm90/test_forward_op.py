@@ -206,7 +206,17 @@ CASES = [
 
 
 SPLIT_LENGTHS = (0, 65, 700, 1, 64, 1111, 128, 0)
-SPLIT_GATES = ("none", "mild", "one", "steep", "thirty", "infinite", "trained", "huge-among-mild", "infinite-among-mild")
+SPLIT_GATES = (
+    "none",
+    "mild",
+    "one",
+    "steep",
+    "thirty",
+    "infinite",
+    "trained",
+    "huge-among-mild",
+    "infinite-among-mild",
+)
 
 
 def split_cases():
