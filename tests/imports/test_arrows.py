@@ -18,6 +18,7 @@ ARROWS = {
     "sm90": {GENERATED},
     "library": {GENERATED},
     "keywords": set(),
+    "projections": {"checks"},
     "gated_delta_net": {
         "causal_conv1d",
         "causal_conv1d.heads",
@@ -25,6 +26,7 @@ ARROWS = {
         "gated_delta_rule",
         "gated_delta_rule.gate_ops",
         "keywords",
+        "projections",
     },
     "layers": {
         "causal_conv1d",

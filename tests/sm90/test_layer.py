@@ -4,6 +4,7 @@ The yardstick is the same layer in bfloat16 on the PyTorch path, whose roundings
 """
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -12,7 +13,14 @@ import torch
 pytest.importorskip("transformers")
 
 from torch.profiler import ProfilerActivity, profile
-from transformers import DynamicCache, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    DynamicCache,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    StaticCache,
+)
 
 import flashqla_hub
 from flashqla_hub import mapping
@@ -206,14 +214,22 @@ def test_same_input_gives_the_same_bits(net):
         assert torch.equal(value, second[name]), name
 
 
+CACHES = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+    "static and compiled": {"cache_implementation": "static"},
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("plain", ["qwen3_5"], indirect=True)
-def test_tokens_agree_with_the_plain_model_up_to_near_ties(plain, kernel_folder):
+def test_tokens_agree_with_the_plain_model_up_to_near_ties(plain, kernel_folder, cache):
     """C2: where the plain model prefers its first token by more than 0.1, the kernelized one must choose it too. Not for
     Qwen3-Next: rounding sends a token to another expert now and then, in the plain model as well, and then all differs.
     """
     ids = torch.randint(1, 512, (2, 50), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     flashqla_hub.kernelize(plain, source=kernel_folder)
-    tokens = plain.generate(ids, max_new_tokens=64, min_new_tokens=64, do_sample=False)
+    tokens = plain.generate(ids, max_new_tokens=64, min_new_tokens=64, do_sample=False, **CACHES[cache])
     flashqla_hub.unregister()
     with torch.no_grad():
         logits = plain(tokens[:, :-1], use_cache=False).logits[:, ids.shape[1] - 1 :].float()
@@ -221,3 +237,34 @@ def test_tokens_agree_with_the_plain_model_up_to_near_ties(plain, kernel_folder)
     clear = best[..., 0] - best[..., 1] > 0.1
     assert clear.float().mean() > 0.5
     assert (logits.argmax(-1) == tokens[:, ids.shape[1] :])[clear].all()
+
+
+@pytest.mark.parametrize("plain", ["qwen3_5"], indirect=True)
+def test_step_of_the_model_in_a_graph_generates_what_eager_steps_do(plain, kernel_folder):
+    """I6: a captured step on a static cache moves every state on by itself."""
+    ids = torch.randint(1, 512, (2, 50), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    flashqla_hub.kernelize(plain, source=kernel_folder)
+
+    def step(token, cache):
+        token.copy_(plain(token, past_key_values=cache).logits[:, -1:].argmax(-1))
+
+    def tokens_of(steps: int, captured: bool) -> torch.Tensor:
+        cache, token = StaticCache(config=plain.config, max_cache_len=100), ids[:, :1].clone()
+        plain(ids, past_key_values=cache)
+        step(token, cache)
+        call = functools.partial(step, token, cache)
+        if captured:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call()
+            call = graph.replay
+        found = []
+        for _ in range(steps):
+            call()
+            found.append(token.clone())
+        return torch.cat(found, dim=1)
+
+    with torch.no_grad():
+        eager, captured = (tokens_of(30, way) for way in (False, True))
+    assert torch.equal(captured, eager)

@@ -20,6 +20,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
+from . import projections
 from .causal_conv1d import causal_conv1d_update
 from .causal_conv1d.heads import Heads, convolve_heads
 from .causal_conv1d.validation import ACTIVATIONS
@@ -59,7 +60,7 @@ class Past(NamedTuple):
 
 def project_separately(layer: nn.Module, x: Tensor) -> Projected:
     """The four projections of Qwen3.5 and Qwen4-Exp."""
-    return Projected(layer.in_proj_qkv(x), layer.in_proj_z(x), layer.in_proj_b(x), layer.in_proj_a(x))
+    return Projected(*projections.project(x, (layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)))
 
 
 def project_by_key_head(layer: nn.Module, x: Tensor) -> Projected:
@@ -69,8 +70,9 @@ def project_by_key_head(layer: nn.Module, x: Tensor) -> Projected:
     """
     ratio = layer.num_v_heads // layer.num_k_heads
     keys, values = layer.head_k_dim, ratio * layer.head_v_dim
-    q, k, v, z = _of_all_heads(layer.in_proj_qkvz(x), (keys, keys, values, values))
-    b, a = _of_all_heads(layer.in_proj_ba(x), (ratio, ratio))
+    qkvz, ba = projections.project(x, (layer.in_proj_qkvz, layer.in_proj_ba))
+    q, k, v, z = _of_all_heads(qkvz, (keys, keys, values, values))
+    b, a = _of_all_heads(ba, (ratio, ratio))
     return Projected(torch.cat((q, k, v), dim=-1), z, b, a)
 
 

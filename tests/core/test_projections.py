@@ -1,0 +1,133 @@
+"""Projections computed together: their outputs and gradients are those of the modules, and nothing but plain ones is bypassed."""
+
+import pytest
+import torch
+from torch import nn
+
+TOKENS, HIDDEN, SIZES = 70, 24, (300, 8, 8)  # one wide projection, two narrow ones
+
+
+@pytest.fixture
+def project(part):
+    return part("projections").project
+
+
+@pytest.fixture
+def modules():
+    return [nn.Linear(HIDDEN, size, bias=False, dtype=torch.float64) for size in SIZES]
+
+
+def outcome(call, modules, x, used=(0, 1, 2)):
+    """Outputs, then the gradients of x and of every weight, of a loss of some outputs."""
+    leaf = x.detach().clone().requires_grad_()
+    for module in modules:
+        module.zero_grad()
+    outputs = call(leaf, modules)
+    sum((outputs[i] * outputs[i].sin()).sum() for i in used).backward()
+    grads = [leaf.grad, *(parameter.grad for module in modules for parameter in module.parameters())]
+    return [output.detach() for output in outputs], grads
+
+
+def separately(x, modules):
+    return tuple(module(x) for module in modules)
+
+
+def assert_equal_up_to_rounding(found, expected):
+    for x, y in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("used", [(0, 1, 2), (1, 2), (2,), (0,)])
+def test_outputs_and_gradients_are_those_of_the_modules(project, modules, used):
+    x = torch.randn(2, TOKENS, HIDDEN, dtype=torch.float64)
+    assert_equal_up_to_rounding(outcome(project, modules, x, used), outcome(separately, modules, x, used))
+
+
+def test_it_is_one_operation_for_autograd(project, modules):
+    x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    assert len({output.grad_fn for output in project(x, modules)}) == 1
+    assert len({output.grad_fn for output in project(x[:, :3], modules)}) == 3
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1, 2)])
+def test_frozen_weights_get_no_gradient(project, modules, frozen):
+    for i in frozen:
+        modules[i].requires_grad_(False)
+    x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64)
+    assert_equal_up_to_rounding(outcome(project, modules, x), outcome(separately, modules, x))
+
+
+def test_input_without_gradient(project, modules):
+    x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64)
+    sum(output.sum() for output in project(x, modules)).backward()
+    assert x.grad is None and all(module.weight.grad is not None for module in modules)
+
+
+class Doubled(nn.Linear):
+    """An adapter: not what its weight says."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Weightless(nn.Module):
+    def forward(self, x):
+        return x[..., :8]
+
+
+def hooked(module):
+    module.register_forward_hook(lambda module, args, output: 2 * output)
+    return module
+
+
+def replaced(module):
+    module.forward = lambda x: 2 * nn.functional.linear(x, module.weight)
+    return module
+
+
+def with_bias(module):
+    module.bias = nn.Parameter(torch.ones(8, dtype=torch.float64))
+    return module
+
+
+def parametrized(module):
+    nn.utils.parametrize.register_parametrization(module, "weight", nn.Softplus())
+    return module
+
+
+ODD = {
+    "adapter": lambda module: Doubled(HIDDEN, 8, bias=False, dtype=torch.float64),
+    "without a weight": lambda module: Weightless(),
+    "hook": hooked,
+    "replaced forward": replaced,
+    "bias": with_bias,
+    "parametrization": parametrized,
+}
+
+
+@pytest.mark.parametrize("change", ODD.values(), ids=ODD)
+def test_whatever_is_not_a_plain_linear_layer_is_called(project, modules, change):
+    modules[1] = change(modules[1])
+    x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64)
+    assert_equal_up_to_rounding(outcome(project, modules, x), outcome(separately, modules, x))
+
+
+def test_autocast_decides_on_the_dtype(project, modules):
+    modules = [module.float() for module in modules]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = project(torch.randn(1, TOKENS, HIDDEN), modules)
+    assert all(output.dtype == torch.bfloat16 for output in outputs)
+
+
+def test_weight_that_is_not_gathered_is_left_to_its_module(project, modules):
+    modules[1].weight = nn.Parameter(torch.empty(0, dtype=torch.float64))
+    with pytest.raises(RuntimeError):
+        project(torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64), modules)
+
+
+def test_it_compiles_to_one_graph(project, modules):
+    x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64)
+    compiled = torch.compile(project, fullgraph=True, backend="aot_eager")
+    assert_equal_up_to_rounding(outcome(compiled, modules, x), outcome(separately, modules, x))

@@ -1,0 +1,103 @@
+"""The projections of a layer's input, together: what autograd would add up in passes of its own, their products add up.
+
+    y_i = x W_i^T                     dx = sum_i dy_i W_i,  dW_i = dy_i^T x
+
+Modules that are anything but a plain linear layer are called as modules, so that adapters, quantised weights, shards and hooks
+count. Narrow projections, such as those of the gates, are read in one product with their weights side by side.
+"""
+
+from typing import Optional, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from .checks import is_eager
+
+MANY_TOKENS = 64  # below, a copy of narrow weights costs more than a second product
+NARROW = 256  # outputs of a projection whose time is that of reading x
+
+
+def project(x: Tensor, modules: Sequence[nn.Module]) -> Tuple[Tensor, ...]:
+    """Output [..., outputs_i] of each module for x [..., hidden]."""
+    if not _can_fuse(x, modules):
+        return tuple(module(x) for module in modules)
+    weights = [module.weight for module in modules]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *weights)):
+        return _Projections.apply(x, *weights)
+    return _products(x, weights)
+
+
+def _can_fuse(x: Tensor, modules: Sequence[nn.Module]) -> bool:
+    """Whether each module does nothing but multiply many tokens by its weight, and nobody watches it."""
+    return (
+        x.numel() > MANY_TOKENS * x.shape[-1]
+        and is_eager(x, *(getattr(module, "weight", None) for module in modules))
+        and not torch.is_autocast_enabled(x.device.type)
+        and not _has_any_global_hook()
+        and all(_is_plain(module, x) for module in modules)
+    )
+
+
+def _is_plain(module: nn.Module, x: Tensor) -> bool:
+    return (
+        type(module) is nn.Linear
+        and module.bias is None
+        and module.weight.dtype == x.dtype
+        and module.weight.device == x.device
+        and tuple(module.weight.shape[1:]) == (x.shape[-1],)  # not what sharding leaves of it
+        and "forward" not in vars(module)
+        and not (
+            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        )
+    )
+
+
+def _products(x: Tensor, weights: Sequence[Tensor]) -> Tuple[Tensor, ...]:
+    """x W_i^T, those of the narrow weights from one product."""
+    narrow = [weight for weight in weights if weight.shape[0] <= NARROW]
+    if len(narrow) < 2:
+        return tuple(F.linear(x, weight) for weight in weights)
+    together = F.linear(x, torch.cat(narrow)).split([weight.shape[0] for weight in narrow], dim=-1)
+    parts = iter(together)
+    return tuple(next(parts) if weight.shape[0] <= NARROW else F.linear(x, weight) for weight in weights)
+
+
+class _Projections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, *weights):
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        return _products(x, weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        x, *weights = ctx.saved_tensors
+        rows = x.flatten(0, -2)
+        needs_dx, *needs = ctx.needs_input_grad
+        dx: Optional[Tensor] = None
+        dweights: list = [None] * len(weights)
+        for members in _groups(weights, grads):
+            dy = _beside([grads[i].flatten(0, -2) for i in members], dim=1)
+            weight = _beside([weights[i] for i in members], dim=0)
+            if needs_dx:
+                dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
+            if any(needs[i] for i in members):
+                parts = (dy.t() @ rows).split([weights[i].shape[0] for i in members])
+                for i, part in zip(members, parts):
+                    dweights[i] = part if needs[i] else None
+        return None if dx is None else dx.view(x.shape), *dweights
+
+
+def _groups(weights: Sequence[Tensor], grads: Sequence[Optional[Tensor]]) -> list:
+    """Numbers of the projections that have a gradient, in groups of one product each: wide ones alone, first."""
+    known = [i for i, grad in enumerate(grads) if grad is not None]
+    wide = [[i] for i in known if weights[i].shape[0] > NARROW]
+    narrow = [i for i in known if weights[i].shape[0] <= NARROW]
+    return wide + ([narrow] if narrow else [])
+
+
+def _beside(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=dim)
