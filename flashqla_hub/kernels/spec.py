@@ -11,6 +11,7 @@ from ._decode_tiles import DECODE_LAYOUTS
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 WIDE_DTYPES = DTYPES | {"fp32": "float32"}
 
+TOKEN_COUNTS = (1, 4)  # kernels for one token and for up to four
 CONVOLUTION_TAPS = (4, 8)  # kernels for widths up to 4 and up to 8
 
 PASS_CONFIGS = MappingProxyType(
@@ -283,6 +284,26 @@ class DecodeSpec:
 
 
 @dataclass(frozen=True)
+class TokenProductsSpec:
+    """Products of at most `count` tokens with several matrices."""
+
+    dtype: str
+    count: int
+    # Four rows of each of four matrices, and of every token, in one turn at least.
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 32, "STG": 16})
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"token_products_{self.count}_{self.dtype}"
+
+    def build(self) -> Any:
+        from .token_products import build_token_products
+
+        return build_token_products(DTYPES[self.dtype], self.count)
+
+
+@dataclass(frozen=True)
 class BackwardPlanSpec:
     """Chunk records and spans of a backward; zeros in the gradients of rows without a sequence."""
 
@@ -376,4 +397,5 @@ SPECS = (
     *(GatesSpec(dtype) for dtype in WIDE_DTYPES),
     *(GatesBackwardSpec(dtype) for dtype in WIDE_DTYPES),
     *(DecodeSpec(*key) for key in product(DTYPES, DECODE_LAYOUTS)),
+    *(TokenProductsSpec(*key) for key in product(DTYPES, TOKEN_COUNTS)),
 )

@@ -128,7 +128,7 @@ def _compute(layer, project, hidden_states, cache, past, attention_mask, keyword
     if cache is not None:
         cache.update_recurrent_state(state, layer.layer_idx)
     normed = layer.norm(o, _heads(z, o.shape[3]))
-    return layer.out_proj(normed.flatten(2))
+    return projections.project(normed.flatten(2), (layer.out_proj,))[0]
 
 
 def _convolve(layer, x: Tensor, value_dim: int, cache, past: Past, seq_idx, cu_seqlens) -> Heads:

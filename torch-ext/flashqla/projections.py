@@ -3,7 +3,8 @@
     y_i = x W_i^T                     dx = sum_i dy_i W_i,  dW_i = dy_i^T x
 
 Modules that are anything but a plain linear layer are called as modules, so that adapters, quantised weights, shards and hooks
-count. Narrow projections, such as those of the gates, are read in one product with their weights side by side.
+count. Of many tokens, narrow projections, such as those of the gates, come from one product with their weights side by side. Of a
+few tokens in inference, all come from one launch of an SM90 kernel, which reads each weight once.
 """
 
 from typing import Optional, Sequence, Tuple
@@ -13,30 +14,51 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from .checks import is_eager
+from ._ops import ops
+from .checks import can_call_directly, is_eager
+from .sm90 import explain_device
 
 MANY_TOKENS = 64  # below, a copy of narrow weights costs more than a second product
 NARROW = 256  # outputs of a projection whose time is that of reading x
+SM90_PRODUCTS = "sm90_token_products"
+SM90_DTYPES = (torch.bfloat16, torch.float16)
+SM90_TOKENS, SM90_MATRICES, SM90_COLUMNS = 4, 4, 512  # at most, at most, and in multiples of
 
 
 def project(x: Tensor, modules: Sequence[nn.Module]) -> Tuple[Tensor, ...]:
     """Output [..., outputs_i] of each module for x [..., hidden]."""
-    if not _can_fuse(x, modules):
+    if not all(_is_plain(module, x) for module in modules) or _has_any_global_hook():
         return tuple(module(x) for module in modules)
     weights = [module.weight for module in modules]
+    if _fit_one_launch(x, weights):
+        return getattr(ops, SM90_PRODUCTS)(x, *weights, *[None] * (SM90_MATRICES - len(weights)))[: len(weights)]
+    if not _pay_together(x, weights):
+        return tuple(module(x) for module in modules)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *weights)):
         return _Projections.apply(x, *weights)
     return _products(x, weights)
 
 
-def _can_fuse(x: Tensor, modules: Sequence[nn.Module]) -> bool:
-    """Whether each module does nothing but multiply many tokens by its weight, and nobody watches it."""
+def _fit_one_launch(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return (
-        x.numel() > MANY_TOKENS * x.shape[-1]
-        and is_eager(x, *(getattr(module, "weight", None) for module in modules))
+        x.numel() <= SM90_TOKENS * x.shape[-1]
+        and len(weights) <= SM90_MATRICES
+        and x.shape[-1] % SM90_COLUMNS == 0
+        and x.dtype in SM90_DTYPES
+        and can_call_directly(x, *weights)
         and not torch.is_autocast_enabled(x.device.type)
-        and not _has_any_global_hook()
-        and all(_is_plain(module, x) for module in modules)
+        and x.data_ptr() % 16 == 0
+        and all(tensor.is_contiguous() for tensor in (x, *weights))
+        and explain_device(x.device, SM90_PRODUCTS) is None
+    )
+
+
+def _pay_together(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    return (
+        len(weights) > 1
+        and x.numel() > MANY_TOKENS * x.shape[-1]
+        and is_eager(x, *weights)
+        and not torch.is_autocast_enabled(x.device.type)
     )
 
 

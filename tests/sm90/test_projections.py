@@ -1,0 +1,103 @@
+"""Projections of a layer's input on an SM90 GPU: a few tokens by one launch, many as one operation for autograd."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+HAS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not HAS_SM90, reason="there is no SM90 GPU")]
+
+UNIT = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative error of one rounding, at most
+
+
+def make(dtype, width, sizes):
+    modules = [nn.Linear(width, size, bias=False, device="cuda", dtype=dtype) for size in sizes]
+    return modules, lambda *shape: torch.randn(*shape, width, device="cuda", dtype=dtype)
+
+
+def launches_of(call) -> int:
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.count for event in recorded.key_averages() if event.device_type.name == "CUDA")
+
+
+@pytest.mark.parametrize("dtype", UNIT, ids=str)
+@pytest.mark.parametrize("tokens", [(1, 1), (2, 1), (3, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize("sizes", [(8192, 4096, 32, 32), (2048,), (6144, 6144, 48), (17, 1, 40, 333)], ids=str)
+@pytest.mark.parametrize("width", [512, 2048, 2560, 5120])
+def test_few_tokens_are_products_rounded_once(part, dtype, tokens, sizes, width):
+    modules, draw = make(dtype, width, sizes)
+    x = draw(*tokens)
+    with torch.no_grad():
+        outputs = part("projections").project(x, modules)
+        for y, module in zip(outputs, modules, strict=True):
+            exact = x.double() @ module.weight.double().T
+            scale = x.double().abs() @ module.weight.double().abs().T  # what float32 sums lose is far below it
+            assert y.shape == exact.shape and y.dtype == dtype and y.is_contiguous()
+            assert ((y.double() - exact).abs() <= 1.01 * UNIT[dtype] * exact.abs() + 2e-6 * scale).all()
+
+
+def test_few_tokens_take_one_launch_and_repeat_their_bits(part):
+    modules, draw = make(torch.bfloat16, 2048, (8192, 4096, 32, 32))
+    x, project = draw(4, 1), part("projections").project
+    with torch.no_grad():
+        assert launches_of(lambda: project(x, modules)) == 1
+        first = [y.clone() for y in project(x, modules)]
+        for _ in range(20):
+            assert all(torch.equal(y, z) for y, z in zip(first, project(x, modules), strict=True))
+
+
+def test_a_token_does_not_depend_on_the_others(part):
+    """Up to four tokens are one program, so a row of a batch of three has the bits that it has in one of four."""
+    modules, draw = make(torch.bfloat16, 2048, (300, 32))
+    x, project = draw(4, 1), part("projections").project
+    with torch.no_grad():
+        for y, z in zip(project(x, modules), project(x[:3], modules), strict=True):
+            assert torch.equal(y[:3], z)
+
+
+@pytest.mark.parametrize("change", ["five tokens", "another width", "a view", "gradients", "float32", "autocast"])
+def test_what_the_kernel_does_not_take_goes_through_the_modules(part, change):
+    width, dtype = (520 if change == "another width" else 512), torch.float32 if change == "float32" else torch.bfloat16
+    modules, draw = make(dtype, width, (64, 32, 8, 8))
+    x = draw(5 if change == "five tokens" else 2, 2)[:, ::2] if change in ("a view", "five tokens") else draw(2, 1)
+    x = x if change == "a view" else x.contiguous()
+    with torch.set_grad_enabled(change == "gradients"), torch.autocast("cuda", torch.float16, change == "autocast"):
+        outputs = part("projections").project(x, modules)
+        for y, module in zip(outputs, modules, strict=True):
+            assert torch.equal(y, module(x))
+            assert (y.grad_fn is not None) == (change == "gradients")
+
+
+@pytest.mark.parametrize("sizes", [(1024, 512, 4, 4), (1024, 8)], ids=str)
+def test_gradients_of_many_tokens(part, sizes):
+    """Beside float64: no worse than by the modules, whose partial gradients of x are rounded before they are added up."""
+    modules, draw = make(torch.bfloat16, 256, sizes)
+    x = draw(2, 100)
+    weights = [torch.randn(2, 100, size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+
+    def gradients(call, x, modules, weights):
+        leaf = x.detach().requires_grad_()
+        for module in modules:
+            module.zero_grad()
+        outputs = call(leaf, modules)
+        torch.autograd.backward(outputs, weights)
+        return [*outputs, leaf.grad, *(module.weight.grad for module in modules)]
+
+    def separately(x, modules):
+        return tuple(module(x) for module in modules)
+
+    found = gradients(part("projections").project, x, modules, weights)
+    plain = gradients(separately, x, modules, weights)
+    exact = gradients(
+        separately, x.double(), [copy.deepcopy(m).double() for m in modules], [w.double() for w in weights]
+    )
+    for y, z, truth in zip(found, plain, exact, strict=True):
+        error, allowed = ((other.double() - truth).norm() / truth.norm() for other in (y, z))
+        assert error <= 1.05 * allowed
