@@ -1,7 +1,7 @@
 """The GatedDeltaNet layer of Qwen3.5, Qwen3-Next and Qwen4-Exp, from hidden states to hidden states.
 
     x = mask * hidden states                       zero where there is padding
-    qkv, z, b, a = projections(x)                  modules of the layer, called as such: adapters, shards and hooks count
+    qkv, z, b, a = projections(x)                  plain ones together, others as modules: adapters, shards and hooks count
     q, k, v = SiLU(short convolution(qkv))
     g = -exp(A_log) softplus(a + dt_bias),  beta = sigmoid(b)
     o = gated delta rule(l2norm(q), l2norm(k), v, g, beta)
