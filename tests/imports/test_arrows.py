@@ -18,7 +18,7 @@ ARROWS = {
     "sm90": {GENERATED},
     "library": {GENERATED},
     "keywords": set(),
-    "projections": {GENERATED, "checks", "sm90"},
+    "projections": {GENERATED, "checks", "library", "sm90"},
     "gated_delta_net": {
         "causal_conv1d",
         "causal_conv1d.heads",

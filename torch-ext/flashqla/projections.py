@@ -16,6 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ._ops import ops
 from .checks import can_call_directly, is_eager
+from .library import aligned, call_op, define_op
 from .sm90 import explain_device
 
 MANY_TOKENS = 64  # below, a copy of narrow weights costs more than a second product
@@ -31,7 +32,10 @@ def project(x: Tensor, modules: Sequence[nn.Module]) -> Tuple[Tensor, ...]:
         return tuple(module(x) for module in modules)
     weights = [module.weight for module in modules]
     if _fit_one_launch(x, weights):
-        return getattr(ops, SM90_PRODUCTS)(x, *weights, *[None] * (SM90_MATRICES - len(weights)))[: len(weights)]
+        if can_call_directly(x, *weights):
+            return _in_one_launch(token_products, x, weights)
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            return _in_one_launch(ops.token_products, x, weights)
     if not _pay_together(x, weights):
         return tuple(module(x) for module in modules)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *weights)):
@@ -41,23 +45,25 @@ def project(x: Tensor, modules: Sequence[nn.Module]) -> Tuple[Tensor, ...]:
 
 def _fit_one_launch(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return (
-        x.numel() <= SM90_TOKENS * x.shape[-1]
-        and len(weights) <= SM90_MATRICES
+        x.dtype in SM90_DTYPES
         and x.shape[-1] % SM90_COLUMNS == 0
-        and x.dtype in SM90_DTYPES
-        and can_call_directly(x, *weights)
+        and len(weights) <= SM90_MATRICES
+        and x.numel() <= SM90_TOKENS * x.shape[-1]
+        and all(weight.is_contiguous() for weight in weights)
         and not torch.is_autocast_enabled(x.device.type)
-        and x.data_ptr() % 16 == 0
-        and all(tensor.is_contiguous() for tensor in (x, *weights))
         and explain_device(x.device, SM90_PRODUCTS) is None
     )
+
+
+def _in_one_launch(op, x: Tensor, weights: Sequence[Tensor]) -> Tuple[Tensor, ...]:
+    return op(x, *weights, *[None] * (SM90_MATRICES - len(weights)))[: len(weights)]
 
 
 def _pay_together(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return (
         len(weights) > 1
-        and x.numel() > MANY_TOKENS * x.shape[-1]
         and is_eager(x, *weights)
+        and x.numel() > MANY_TOKENS * x.shape[-1]
         and not torch.is_autocast_enabled(x.device.type)
     )
 
@@ -123,3 +129,25 @@ def _groups(weights: Sequence[Tensor], grads: Sequence[Optional[Tensor]]) -> lis
 
 def _beside(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=dim)
+
+
+def token_products(
+    x: Tensor, w0: Tensor, w1: Optional[Tensor], w2: Optional[Tensor], w3: Optional[Tensor]
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x W_i^T of at most `SM90_TOKENS` rows of x, for inference; no columns where there is no weight."""
+    return call_op(getattr(ops, SM90_PRODUCTS), *(aligned(tensor) for tensor in (x, w0, w1, w2, w3)))
+
+
+def _token_products_fake(x, *weights):
+    return tuple(x.new_empty([*x.shape[:-1], 0 if weight is None else weight.shape[0]]) for weight in weights)
+
+
+def define() -> bool:
+    """Define the op unless another copy of this build has; True if it was new."""
+    if hasattr(ops, "token_products"):
+        return False
+    define_op("token_products", token_products, _token_products_fake)
+    return True
+
+
+define()
