@@ -33,8 +33,8 @@ pytestmark = [
     pytest.mark.skipif(not set(PART_NAMES) <= set(mapping.SM90_KERNELS), reason="a part has no SM90 kernel yet"),
 ]
 
-HIDDEN = 256
-LAUNCHES_OF_A_STEP = 8
+HIDDEN = 512
+LAUNCHES_OF_A_STEP = {1: 5, 16: 8}  # by sequences: up to four have their projections of one input in one launch
 # Relative error of the gradients of A_log and dt_bias, whose few numbers are rounded to bfloat16 by luck up or down, so that
 # the yardstick's error of the same numbers says little.
 GATE_PARAMETERS = 2e-2
@@ -166,7 +166,7 @@ def filled(net, plain, batch: int) -> DynamicCache:
     return cache
 
 
-@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("batch", LAUNCHES_OF_A_STEP)
 def test_step_takes_few_launches(net, plain, batch):
     cache = filled(net, plain, batch)
     x = torch.randn(batch, 1, HIDDEN, device="cuda").bfloat16()
@@ -178,7 +178,7 @@ def test_step_takes_few_launches(net, plain, batch):
             torch.cuda.synchronize()
     kernels = {event.key: event.count for event in recorded.key_averages() if event.device_type.name == "CUDA"}
     copies = 6 if hasattr(net, "in_proj_qkvz") else 0  # of what lies together for each key head
-    assert sum(kernels.values()) <= LAUNCHES_OF_A_STEP + copies, kernels
+    assert sum(kernels.values()) <= LAUNCHES_OF_A_STEP[batch] + copies, kernels
 
 
 def test_step_in_a_graph_moves_the_cache_on(net, plain):
