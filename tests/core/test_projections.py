@@ -1,9 +1,13 @@
 """Projections computed together: their outputs and gradients are those of the modules, and nothing but plain ones is bypassed."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+HAS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+ON_SM90 = [pytest.mark.sm90, pytest.mark.skipif(not HAS_SM90, reason="there is no SM90 GPU")]
 TOKENS, HIDDEN, SIZES = 70, 24, (300, 8, 8)  # one wide projection, two narrow ones
 
 
@@ -131,3 +135,29 @@ def test_it_compiles_to_one_graph(project, modules):
     x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64)
     compiled = torch.compile(project, fullgraph=True, backend="aot_eager")
     assert_equal_up_to_rounding(outcome(compiled, modules, x), outcome(separately, modules, x))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_SM90)])
+@pytest.mark.parametrize("sizes", [(1024, 512, 4, 4), (1024, 8)], ids=str)
+def test_16_bit_gradients_are_no_worse_than_by_the_modules(project, device, sizes):
+    """Beside float64: the partial gradients of x are rounded before they are added up, in either way."""
+    options = {"device": device, "dtype": torch.bfloat16}
+    modules = [nn.Linear(256, size, bias=False, **options) for size in sizes]
+    x, weights = torch.randn(2, 100, 256, **options), [torch.randn(2, 100, size, **options) for size in sizes]
+
+    def gradients(call, x, modules, weights):
+        leaf = x.detach().requires_grad_()
+        for module in modules:
+            module.zero_grad()
+        outputs = call(leaf, modules)
+        torch.autograd.backward(outputs, weights)
+        return [*outputs, leaf.grad, *(module.weight.grad for module in modules)]
+
+    found = gradients(project, x, modules, weights)
+    plain = gradients(separately, x, modules, weights)
+    exact = gradients(
+        separately, x.double(), [copy.deepcopy(m).double() for m in modules], [w.double() for w in weights]
+    )
+    for y, z, truth in zip(found, plain, exact, strict=True):
+        error, allowed = ((other.double() - truth).norm() / truth.norm() for other in (y, z))
+        assert error <= 1.05 * allowed

