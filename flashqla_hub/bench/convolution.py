@@ -1,7 +1,7 @@
 """`python -m flashqla_hub bench-conv`: the short convolution with bias and SiLU, bf16, beside FLA's Triton kernels
 and causal-conv1d.
 
-All are gated by the same sum over taps in float64, and timed in one process, in turn. `ms` is of a CUDA graph whose calls
+All are gated by the same sum over taps in float64, and timed in one process. `ms` is of a CUDA graph whose calls
 read copies of the inputs that together exceed the L2 cache. In a record, `layer` names the channels and the width.
 """
 
@@ -63,11 +63,12 @@ def bench_convolution_command(
         raise typer.Exit(2) from None
     implementations = {"flashqla": _flashqla(source), "fla": _fla(), "causal-conv1d": _causal_conv1d()}
     records = []
-    for shape in parsed:
-        found = [{**common, **record} for record in measure(shape, implementations)]
-        append(path, found)
-        records += found
-    console.print(as_table(records))
+    for name, functions in implementations.items():
+        for shape in parsed:
+            found = [{**common, **record} for record in measure(shape, name, functions)]
+            append(path, found)  # at once, so that what is measured survives what comes next
+            records += found
+    console.print(as_table(sorted(records, key=lambda record: (record["layer"], record["seqs"], record["op"]))))
     console.print(f"Written to {path}")
     if any(record.get("skipped") for record in records if record["impl"] == "flashqla"):
         raise typer.Exit(1)
@@ -84,8 +85,8 @@ def as_table(records: list[dict]) -> Table:
     return table
 
 
-def measure(shape: Shape, implementations: dict[str, tuple[Callable, Callable] | str]) -> list[dict]:
-    """Records of forward and backward of each implementation, which is a pair of functions or the reason for none."""
+def measure(shape: Shape, name: str, functions: tuple[Callable, Callable] | str) -> list[dict]:
+    """Records of forward and backward of an implementation, which is a pair of functions or the reason for none."""
     import torch
 
     from . import protocol
@@ -95,22 +96,21 @@ def measure(shape: Shape, implementations: dict[str, tuple[Callable, Callable] |
     copies = [make_inputs(shape, seed) for seed in range(protocol.copies_beyond_cache(2 * elements, cache_bytes))]
     about = {"seqs": f"{shape.batch}x{shape.tokens}", "layer": f"D{shape.channels} W{WIDTH}", "buffers": len(copies)}
     records = []
-    for name, functions in implementations.items():
-        for index, op in enumerate(("conv-forward", "conv-backward")):
-            record = {"op": op, "impl": name, **about, "io_mb": 2 * elements * (2 + index) / 1e6}
-            records.append(record)
-            if isinstance(functions, str):
-                record["skipped"] = functions
-                continue
-            try:
-                record["error"] = error_of(functions[index], index, shape)
-                if record["error"] > MAX_ERROR:
-                    record["skipped"] = f"wrong: relative error {record['error']:.2e}"
-                else:
-                    calls = [lambda inputs=inputs, call=functions[index]: call(*inputs) for inputs in copies]
-                    record["ms"] = protocol.graph_ms(calls)
-            except Exception as failure:  # a peer's failure on one row is a row with its reason
-                record["skipped"] = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"[:300]
+    for index, op in enumerate(("conv-forward", "conv-backward")):
+        record = {"op": op, "impl": name, **about, "io_mb": 2 * elements * (2 + index) / 1e6}
+        records.append(record)
+        if isinstance(functions, str):
+            record["skipped"] = functions
+            continue
+        try:
+            record["error"] = error_of(functions[index], index, shape)
+            if record["error"] > MAX_ERROR:
+                record["skipped"] = f"wrong: relative error {record['error']:.2e}"
+            else:
+                calls = [lambda inputs=inputs, call=functions[index]: call(*inputs) for inputs in copies]
+                record["ms"] = protocol.graph_ms(calls)
+        except Exception as failure:  # a peer's failure on one row is a row with its reason
+            record["skipped"] = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"[:300]
     return records
 
 
