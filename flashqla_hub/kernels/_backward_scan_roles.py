@@ -5,16 +5,26 @@ import tilelang.language as T
 from ._backward_scan_tiles import STAGES, phase, phase_before
 from ._sm90 import (
     CHUNK,
+    END_FINAL,
+    END_STATE,
+    END_TRANSITION,
     HEAD_DIM,
+    ITEM_CHUNKS,
+    ITEM_FIRST_SLOT,
+    ITEM_FIRST_TOKEN,
+    ITEM_LAST_ROWS,
+    ITEM_LINKS,
+    ITEM_OWN,
+    ITEM_SILENT,
+    ITEM_START,
     ROW_DECAY,
     ROW_QUERY,
     ROW_READ,
     ROW_TAKE,
     ROW_WRITE,
-    SPAN_CHUNKS,
-    SPAN_FIRST_SLOT,
-    SPAN_FIRST_TOKEN,
-    SPAN_TOKENS,
+    START_IDENTITY,
+    START_INITIAL,
+    START_STATE,
     VALUE_TILE,
     WARPGROUP,
 )
@@ -22,18 +32,100 @@ from ._tile import arrive, wait
 
 MEETING = 1  # named barrier of the state warpgroup
 FLOAT32 = "float32"
+PLAIN, TURNED = 0, 2  # parts of a stored transition: rows by the value it comes from, or by the one it goes to
+HIGH, LOW = 0, 1  # each in two parts of 16 bits
+
+
+def outputs_of(item):
+    """Chunks with outputs."""
+    return item[ITEM_CHUNKS] - item[ITEM_SILENT]
 
 
 @T.macro
-def load_state(S, matrix, half, source, value_stride, key_stride):
-    for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
-        S[a, c] = source[matrix, (half * VALUE_TILE + a) * value_stride + c * key_stride]
+def load_state(S, start, matrix, base, side, half, source, states, value_stride, key_stride):
+    """The state that the item starts from, transposed: zero, a given one, the identity or that of segment `base`."""
+    T.clear(S)
+    if start == START_INITIAL:
+        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+            S[a, c] = source[matrix, (half * VALUE_TILE + a) * value_stride + c * key_stride]
+    if start == START_STATE:
+        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+            S[a, c] = states[base, side, half, a * HEAD_DIM + c]
+    if start == START_IDENTITY:
+        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+            S[a, c] = T.Select(half * VALUE_TILE + a == c, 1.0, 0.0)
 
 
 @T.macro
-def store_state(S, matrix, half, target, factor, value_stride, key_stride):
-    for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
-        target[matrix, (half * VALUE_TILE + a) * value_stride + c * key_stride] = S[a, c] * factor
+def store_segment(S, end, row, side, half, states, factor):
+    if end == END_STATE:
+        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+            states[row, side, half, a * HEAD_DIM + c] = S[a, c] * factor
+
+
+@T.macro
+def store_transition(dtype, r, end, row, half, transitions, reach):
+    """Half of the rows of a transition, plain and turned, in two parts of 16 bits, and their squared norms."""
+    if end == END_TRANSITION:
+        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+            transitions[row, PLAIN + HIGH, half, a, c] = T.cast(r.S[a, c], dtype)
+        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+            transitions[row, TURNED + HIGH, c // VALUE_TILE, c % VALUE_TILE, half * VALUE_TILE + a] = T.cast(
+                r.S[a, c], dtype
+            )
+        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+            r.low_S[a, c] = T.cast(r.S[a, c] - T.cast(T.cast(r.S[a, c], dtype), FLOAT32), dtype)
+        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+            transitions[row, PLAIN + LOW, half, a, c] = r.low_S[a, c]
+        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+            transitions[row, TURNED + LOW, c // VALUE_TILE, c % VALUE_TILE, half * VALUE_TILE + a] = r.low_S[a, c]
+        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+            r.S[a, c] *= r.S[a, c]
+        T.reduce_sum(r.S, r.squares, dim=1)
+        for a in T.Parallel(VALUE_TILE):
+            reach[row, half * VALUE_TILE + a] = r.squares[a]
+
+
+@T.macro
+def store_gradient(S, end, matrix, half, target, factor, value_stride, key_stride):
+    if end == END_FINAL:
+        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+            target[matrix, (half * VALUE_TILE + a) * value_stride + c * key_stride] = S[a, c] * factor
+
+
+@T.macro
+def split_half(dtype, S, column, high, low):
+    """64 columns of S as a sum of two 16-bit parts."""
+    for a, c in T.Parallel(VALUE_TILE, VALUE_TILE):
+        high[a, c] = T.cast(S[a, column + c], dtype)
+    for a, c in T.Parallel(VALUE_TILE, VALUE_TILE):
+        low[a, c] = T.cast(S[a, column + c] - T.cast(T.cast(S[a, column + c], dtype), FLOAT32), dtype)
+
+
+@T.macro
+def multiply_half(S, high, low, t, part):
+    """S += (high + low) (M_high + M_low) without the product of the low parts."""
+    T.wgmma_gemm(high, t.k[part, :, :], S)
+    T.wgmma_gemm(high, t.q[part, :, :], S)
+    T.wgmma_gemm(low, t.k[part, :, :], S)
+
+
+@T.macro
+def follow_links(thread, dtype, t, b, r, links, base, sign, value_heads, side, half, states):
+    """S <- S M_j + S_j over the segments before the own one (reverse: behind it), both factors in two parts.
+
+    The transition's high part lies in the places of the keys, its low part in those of the queries.
+    """
+    for i in T.serial(links):
+        split_half(dtype, r.S, 0, r.high[0], r.low[0])
+        split_half(dtype, r.S, VALUE_TILE, r.high[1], r.low[1])
+        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+            r.S[a, c] = states[base - (i + 1) * sign * value_heads, side, half, a * HEAD_DIM + c]
+        wait(b.link_ready, 0, i % 2)
+        multiply_half(r.S, r.high[0], r.low[0], t, 0)
+        multiply_half(r.S, r.high[1], r.low[1], t, 1)
+        T.wait_wgmma(0)
+        arrive(b.link_free, 0, thread)
 
 
 @T.macro
@@ -76,86 +168,136 @@ def publish_values(thread, t, b, r, trip):
 
 
 @T.macro
-def carry_state(thread, dtype, t, b, r, span):
-    """States before each chunk and the errors of its tokens, from the first chunk to the last."""
-    rows, decay = T.alloc_var("int32"), T.alloc_var(FLOAT32)
-    for i in T.serial(span[SPAN_CHUNKS]):
-        stage = i % STAGES
-        rows = T.min(CHUNK, span[SPAN_TOKENS] - i * CHUNK)
-        T.copy(r.S, r.S_in)
-        publish_state(thread, t, b, r, i)
-        wait(b.chunk_ready, stage, phase(i, STAGES))
-        if rows < CHUNK:
-            clear_tail(dtype, t, stage, rows)
-        T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True)
-        load_transposed(t.values, stage, r.v)
-        decay = T.exp2(t.rows[stage, ROW_DECAY, CHUNK - 1])
-        T.wait_wgmma(0)
-        for a, c in T.Parallel(VALUE_TILE, CHUNK):
-            r.Z[a, c] = r.v[c, a] - r.W[a, c] * t.rows[stage, ROW_READ, c]
-        if rows < CHUNK:
-            for a, c in T.Parallel(VALUE_TILE, CHUNK):
-                r.Z[a, c] = T.Select(c < rows, r.Z[a, c], T.cast(0, dtype))
-        T.wgmma_gemm(r.Z, t.solve[stage, :, :], r.W, transpose_B=True, clear_accum=True)
-        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
-            r.S[a, c] *= decay
-        T.wait_wgmma(0)
-        for a, c in T.Parallel(VALUE_TILE, CHUNK):
-            r.N[a, c] = r.W[a, c] * t.rows[stage, ROW_WRITE, c]
-        T.wgmma_gemm(r.N, t.k[stage, :, :], r.S)
-        publish_values(thread, t, b, r, i)
-        T.wait_wgmma(0)
-        arrive(b.chunk_free, stage, thread)
+def take_values(t, b, r, i, chunks):
+    """Values of chunk i, in registers before it is its turn; behind the last chunk those of the last once more."""
+    chunk = T.min(i, chunks - 1)
+    wait(b.chunk_ready, chunk % STAGES, phase(chunk, STAGES))
+    load_transposed(t.values, chunk % STAGES, r.v)
 
 
 @T.macro
-def carry_gradient(thread, dtype, t, b, r, span, lead):
+def advance_state(thread, dtype, t, b, r, item, i, has_outputs):
+    """S past chunk i; with outputs also S before it and its errors, and the chunk may end early."""
+    rows, decay = T.alloc_var("int32"), T.alloc_var(FLOAT32)
+    stage = i % STAGES
+    T.copy(r.S, r.S_in)
+    if has_outputs:
+        rows = T.Select(i == item[ITEM_CHUNKS] - 1, item[ITEM_LAST_ROWS], CHUNK)
+        if rows < CHUNK:
+            clear_tail(dtype, t, stage, rows)
+    T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True)
+    decay = T.exp2(t.rows[stage, ROW_DECAY, CHUNK - 1])
+    if has_outputs:
+        publish_state(thread, t, b, r, i - item[ITEM_SILENT])
+    T.wait_wgmma(0)
+    for a, c in T.Parallel(VALUE_TILE, CHUNK):
+        r.Z[a, c] = r.v[c, a] - r.W[a, c] * t.rows[stage, ROW_READ, c]
+    if has_outputs:
+        if rows < CHUNK:
+            for a, c in T.Parallel(VALUE_TILE, CHUNK):
+                r.Z[a, c] = T.Select(c < rows, r.Z[a, c], T.cast(0, dtype))
+    T.wgmma_gemm(r.Z, t.solve[stage, :, :], r.W, transpose_B=True, clear_accum=True)
+    for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+        r.S[a, c] *= decay
+    T.wait_wgmma(0)
+    for a, c in T.Parallel(VALUE_TILE, CHUNK):
+        r.N[a, c] = r.W[a, c] * t.rows[stage, ROW_WRITE, c]
+    T.wgmma_gemm(r.N, t.k[stage, :, :], r.S)
+    if has_outputs:
+        publish_values(thread, t, b, r, i - item[ITEM_SILENT])
+    take_values(t, b, r, i + 1, item[ITEM_CHUNKS])
+    T.wait_wgmma(0)
+    arrive(b.chunk_free, stage, thread)
+
+
+@T.macro
+def carry_state(thread, dtype, t, b, r, item):
+    """States before each chunk and the errors of its tokens, from the first chunk to the last."""
+    if item[ITEM_START] == START_IDENTITY:  # a transition has no values, and the loader brings none
+        for a, c in T.Parallel(CHUNK, VALUE_TILE):
+            t.values[0][a, c] = T.cast(0, dtype)
+            t.values[1][a, c] = T.cast(0, dtype)
+            t.values[2][a, c] = T.cast(0, dtype)
+        T.sync_threads(MEETING, WARPGROUP)
+    if item[ITEM_CHUNKS] > 0:
+        take_values(t, b, r, 0, item[ITEM_CHUNKS])
+    for i in T.serial(item[ITEM_SILENT]):
+        advance_state(thread, dtype, t, b, r, item, i, False)
+    for more in T.serial(outputs_of(item)):
+        advance_state(thread, dtype, t, b, r, item, item[ITEM_SILENT] + more, True)
+
+
+@T.macro
+def take_gradients(t, b, r, i, chunks):
+    """do of chunk i, and do times the scales of its queries, in registers before it is its turn."""
+    chunk = T.min(i, chunks - 1)
+    take_values(t, b, r, i, chunks)
+    for a, c in T.Parallel(VALUE_TILE, CHUNK):
+        r.do[a, c] = r.v[c, a]
+    for a, c in T.Parallel(VALUE_TILE, CHUNK):
+        r.query_do[a, c] = T.cast(r.do[a, c], FLOAT32) * t.rows[chunk % STAGES, ROW_QUERY, c]
+
+
+@T.macro
+def clear_gradients(dtype, r, rows):
+    """Zeros for do of no token; the last chunk is the first here."""
+    for a, c in T.Parallel(VALUE_TILE, CHUNK):
+        r.do[a, c] = T.Select(c < rows, r.do[a, c], T.cast(0, dtype))
+    for a, c in T.Parallel(VALUE_TILE, CHUNK):
+        r.query_do[a, c] = T.Select(c < rows, r.query_do[a, c], T.cast(0, dtype))
+
+
+@T.macro
+def advance_gradient(thread, dtype, t, b, r, item, i, lead, has_outputs):
+    """dS past the i-th chunk from the end; with outputs also dS behind it and its dv."""
+    decay = T.alloc_var(FLOAT32)
+    stage = i % STAGES
+    if dtype == "float16":
+        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+            r.S[a, c] *= lead[0]
+    T.copy(r.S, r.S_in)
+    decay = t.rows[stage, ROW_DECAY, CHUNK - 1]
+    if dtype == "float16":
+        decay = decay - t.rows[stage, ROW_DECAY, 0]
+        lead[0] = T.exp2(t.rows[stage, ROW_DECAY, 0])
+    decay = T.exp2(decay)
+    for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+        r.S[a, c] *= decay
+    T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True)
+    T.wgmma_gemm(r.do, t.scores[stage, :, :], r.read, clear_accum=True)
+    T.wgmma_gemm(r.query_do, t.q[stage, :, :], r.S)
+    if has_outputs:
+        publish_state(thread, t, b, r, i - item[ITEM_SILENT])
+    T.wait_wgmma(1)
+    for a, c in T.Parallel(VALUE_TILE, CHUNK):
+        r.Z[a, c] = r.read[a, c] + r.W[a, c] * t.rows[stage, ROW_WRITE, c]
+    T.wgmma_gemm(r.Z, t.solve[stage, :, :], r.W, clear_accum=True)
+    T.wait_wgmma(0)
+    for a, c in T.Parallel(VALUE_TILE, CHUNK):
+        r.N[a, c] = -r.W[a, c] * t.rows[stage, ROW_TAKE, c]
+    T.wgmma_gemm(r.N, t.k[stage, :, :], r.S)
+    if has_outputs:
+        publish_values(thread, t, b, r, i - item[ITEM_SILENT])
+    take_gradients(t, b, r, i + 1, item[ITEM_CHUNKS])
+    T.wait_wgmma(0)
+    arrive(b.chunk_free, stage, thread)
+
+
+@T.macro
+def carry_gradient(thread, dtype, t, b, r, item, lead):
     """Gradients of the states behind each chunk and of v, from the last chunk to the first.
 
     In float16 r.S lacks the decay of the chunk's first token, which is left in `lead`: queries and keys would leave the range.
     """
-    rows, index, decay = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var(FLOAT32)
-    for i in T.serial(span[SPAN_CHUNKS]):
-        stage = i % STAGES
-        index = span[SPAN_CHUNKS] - 1 - i
-        rows = T.min(CHUNK, span[SPAN_TOKENS] - index * CHUNK)
-        if dtype == "float16":
-            for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
-                r.S[a, c] *= lead[0]
-        T.copy(r.S, r.S_in)
-        publish_state(thread, t, b, r, i)
-        wait(b.chunk_ready, stage, phase(i, STAGES))
-        if rows < CHUNK:
-            clear_tail(dtype, t, stage, rows)
-        decay = t.rows[stage, ROW_DECAY, CHUNK - 1]
-        if dtype == "float16":
-            decay = decay - t.rows[stage, ROW_DECAY, 0]
-            lead[0] = T.exp2(t.rows[stage, ROW_DECAY, 0])
-        decay = T.exp2(decay)
-        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
-            r.S[a, c] *= decay
-        load_transposed(t.values, stage, r.v)
-        for a, c in T.Parallel(VALUE_TILE, CHUNK):
-            r.do[a, c] = r.v[c, a]
-        if rows < CHUNK:
-            for a, c in T.Parallel(VALUE_TILE, CHUNK):
-                r.do[a, c] = T.Select(c < rows, r.do[a, c], T.cast(0, dtype))
-        for a, c in T.Parallel(VALUE_TILE, CHUNK):
-            r.query_do[a, c] = T.cast(r.do[a, c], FLOAT32) * t.rows[stage, ROW_QUERY, c]
-        T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True)
-        T.wgmma_gemm(r.do, t.scores[stage, :, :], r.read, clear_accum=True)
-        T.wgmma_gemm(r.query_do, t.q[stage, :, :], r.S)
-        T.wait_wgmma(1)
-        for a, c in T.Parallel(VALUE_TILE, CHUNK):
-            r.Z[a, c] = r.read[a, c] + r.W[a, c] * t.rows[stage, ROW_WRITE, c]
-        T.wgmma_gemm(r.Z, t.solve[stage, :, :], r.W, clear_accum=True)
-        T.wait_wgmma(0)
-        for a, c in T.Parallel(VALUE_TILE, CHUNK):
-            r.N[a, c] = -r.W[a, c] * t.rows[stage, ROW_TAKE, c]
-        T.wgmma_gemm(r.N, t.k[stage, :, :], r.S)
-        publish_values(thread, t, b, r, i)
-        T.wait_wgmma(0)
-        arrive(b.chunk_free, stage, thread)
+    if item[ITEM_CHUNKS] > 0:
+        take_gradients(t, b, r, 0, item[ITEM_CHUNKS])
+        if item[ITEM_LAST_ROWS] < CHUNK:
+            clear_tail(dtype, t, 0, item[ITEM_LAST_ROWS])
+            clear_gradients(dtype, r, item[ITEM_LAST_ROWS])
+    for i in T.serial(item[ITEM_SILENT]):
+        advance_gradient(thread, dtype, t, b, r, item, i, lead, False)
+    for more in T.serial(outputs_of(item)):
+        advance_gradient(thread, dtype, t, b, r, item, item[ITEM_SILENT] + more, lead, True)
 
 
 @T.macro
@@ -166,46 +308,63 @@ def load_tile(t, b, stage, source, token, head, column):
 
 
 @T.macro
-def load_chunk(thread, t, b, stage, token, slot, head, key_head, column, k, values, solve, row_scales):
+def load_chunk(thread, t, b, stage, token, slot, head, key_head, column, k, values, solve, row_scales, has_values):
     """What both directions read of a chunk; the caller arrives."""
     T.tma_copy(k[token : token + CHUNK, key_head, :], t.k[stage, :, :], barrier=b.chunk_ready[stage])
     T.tma_copy(solve[slot, head, :, :], t.solve[stage, :, :], barrier=b.chunk_ready[stage])
     T.tma_copy(row_scales[slot, head, :, :], t.rows[stage, :, :], barrier=b.chunk_ready[stage])
-    if stage == 0:
-        load_tile(t, b, 0, values, token, head, column)
-    elif stage == 1:
-        load_tile(t, b, 1, values, token, head, column)
-    else:
-        load_tile(t, b, 2, values, token, head, column)
+    if has_values:
+        if stage == 0:
+            load_tile(t, b, 0, values, token, head, column)
+        elif stage == 1:
+            load_tile(t, b, 1, values, token, head, column)
+        else:
+            load_tile(t, b, 2, values, token, head, column)
 
 
 @T.macro
-def load_forward(thread, t, b, span, head, key_head, column, k, v, solve, row_scales):
-    for i in T.serial(span[SPAN_CHUNKS]):
+def load_links(thread, t, b, item, sign, value_heads, turned, transitions):
+    """Transitions of the links, from the farthest on, to the places of keys and queries."""
+    for i in T.serial(item[ITEM_LINKS]):
+        row = item[ITEM_OWN] + (item[ITEM_LINKS] - i) * sign * value_heads
+        wait(b.link_free, 0, phase_before(i, 1))
+        T.tma_copy(transitions[row, turned + HIGH, 0, :, :], t.k[0, :, :], barrier=b.link_ready[0])
+        T.tma_copy(transitions[row, turned + HIGH, 1, :, :], t.k[1, :, :], barrier=b.link_ready[0])
+        T.tma_copy(transitions[row, turned + LOW, 0, :, :], t.q[0, :, :], barrier=b.link_ready[0])
+        T.tma_copy(transitions[row, turned + LOW, 1, :, :], t.q[1, :, :], barrier=b.link_ready[0])
+        arrive(b.link_ready, 0, thread)
+    if item[ITEM_LINKS] > 0:
+        wait(b.link_free, 0, phase(item[ITEM_LINKS] - 1, 1))
+
+
+@T.macro
+def load_forward(thread, t, b, item, head, key_head, column, k, v, solve, row_scales):
+    for i in T.serial(item[ITEM_CHUNKS]):
         stage = i % STAGES
-        token, slot = span[SPAN_FIRST_TOKEN] + i * CHUNK, span[SPAN_FIRST_SLOT] + i
+        token, slot = item[ITEM_FIRST_TOKEN] + i * CHUNK, item[ITEM_FIRST_SLOT] + i
         wait(b.chunk_free, stage, phase_before(i, STAGES))
-        load_chunk(thread, t, b, stage, token, slot, head, key_head, column, k, v, solve, row_scales)
+        has_values = item[ITEM_START] != START_IDENTITY
+        load_chunk(thread, t, b, stage, token, slot, head, key_head, column, k, v, solve, row_scales, has_values)
         arrive(b.chunk_ready, stage, thread)
 
 
 @T.macro
-def load_reverse(thread, t, b, span, head, key_head, column, q, k, dout, solve, scores, row_scales):
-    for i in T.serial(span[SPAN_CHUNKS]):
-        stage, index = i % STAGES, span[SPAN_CHUNKS] - 1 - i
-        token, slot = span[SPAN_FIRST_TOKEN] + index * CHUNK, span[SPAN_FIRST_SLOT] + index
+def load_reverse(thread, t, b, item, head, key_head, column, q, k, dout, solve, scores, row_scales):
+    for i in T.serial(item[ITEM_CHUNKS]):
+        stage, index = i % STAGES, item[ITEM_CHUNKS] - 1 - i
+        token, slot = item[ITEM_FIRST_TOKEN] + index * CHUNK, item[ITEM_FIRST_SLOT] + index
         wait(b.chunk_free, stage, phase_before(i, STAGES))
-        load_chunk(thread, t, b, stage, token, slot, head, key_head, column, k, dout, solve, row_scales)
+        load_chunk(thread, t, b, stage, token, slot, head, key_head, column, k, dout, solve, row_scales, True)
         T.tma_copy(q[token : token + CHUNK, key_head, :], t.q[stage, :, :], barrier=b.chunk_ready[stage])
         T.tma_copy(scores[slot, head, :, :], t.scores[stage, :, :], barrier=b.chunk_ready[stage])
         arrive(b.chunk_ready, stage, thread)
 
 
 @T.macro
-def store_states(thread, t, b, span, head, half, is_reverse, states):
-    """The state tile of every chunk to its slot."""
-    for i in T.serial(span[SPAN_CHUNKS]):
-        slot = span[SPAN_FIRST_SLOT] + T.Select(is_reverse, span[SPAN_CHUNKS] - 1 - i, i)
+def store_states(thread, t, b, item, head, half, is_reverse, states):
+    """The state of every chunk with outputs to its slot."""
+    for i in T.serial(outputs_of(item)):
+        slot = item[ITEM_FIRST_SLOT] + T.Select(is_reverse, outputs_of(item) - 1 - i, item[ITEM_SILENT] + i)
         wait(b.state_ready, 0, phase(i, 1))
         T.tma_copy(t.state, states[slot, head, half, :, :])
         T.tma_store_wait(0)
@@ -213,20 +372,20 @@ def store_states(thread, t, b, span, head, half, is_reverse, states):
 
 
 @T.macro
-def store_errors(thread, t, b, span, head, half, errors):
-    for i in T.serial(span[SPAN_CHUNKS]):
+def store_errors(thread, t, b, item, head, half, errors):
+    for i in T.serial(outputs_of(item)):
         wait(b.values_ready, 0, phase(i, 1))
-        T.tma_copy(t.out, errors[span[SPAN_FIRST_SLOT] + i, head, half, :, :])
+        T.tma_copy(t.out, errors[item[ITEM_FIRST_SLOT] + item[ITEM_SILENT] + i, head, half, :, :])
         T.tma_store_wait(0)
         arrive(b.values_free, 0, thread)
 
 
 @T.macro
-def store_value_gradients(thread, lane, t, b, span, head, column, dv):
-    """dv of every chunk; one that ends within the tile is stored row by row."""
-    for i in T.serial(span[SPAN_CHUNKS]):
-        index = span[SPAN_CHUNKS] - 1 - i
-        token, rows = span[SPAN_FIRST_TOKEN] + index * CHUNK, span[SPAN_TOKENS] - index * CHUNK
+def store_value_gradients(thread, lane, t, b, item, head, column, dv):
+    """dv of every chunk with outputs; one that ends within the tile is stored row by row."""
+    for i in T.serial(outputs_of(item)):
+        token = item[ITEM_FIRST_TOKEN] + (outputs_of(item) - 1 - i) * CHUNK
+        rows = T.Select(T.And(i == 0, item[ITEM_SILENT] == 0), item[ITEM_LAST_ROWS], CHUNK)
         wait(b.values_ready, 0, phase(i, 1))
         if rows >= CHUNK:
             T.tma_copy(t.out, dv[token : token + CHUNK, head, column : column + VALUE_TILE])

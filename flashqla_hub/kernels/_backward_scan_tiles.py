@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from ._sm90 import BACKWARD_SCAN, CHUNK, HEAD_DIM, ROW_VECTORS, VALUE_TILE
+from ._sm90 import BACKWARD_SCAN, CHUNK, HEAD_DIM, ITEM_WORDS, ROW_VECTORS, VALUE_TILE
 from ._tile import Group
 from .protocol import Barriers as BarrierSlots
 from .protocol import Protocol, arrive, done, read, wait, write
@@ -26,6 +26,7 @@ class Tiles(Group):
         self.rows = T.alloc_shared((STAGES, ROW_VECTORS, CHUNK), "float32")
         self.state = T.alloc_shared((VALUE_TILE, HEAD_DIM), dtype)
         self.out = T.alloc_shared((CHUNK, VALUE_TILE), dtype)
+        self.item = T.alloc_shared((ITEM_WORDS,), "int32")
 
 
 class Barriers(Group):
@@ -48,13 +49,24 @@ class StateRegisters(Group):
         self.N = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
         self.v = T.alloc_fragment((CHUNK, VALUE_TILE), dtype)
         self.o = T.alloc_fragment((CHUNK, VALUE_TILE), dtype)
+        self.high = [T.alloc_fragment((VALUE_TILE, VALUE_TILE), dtype) for _ in range(2)]
+        self.low = [T.alloc_fragment((VALUE_TILE, VALUE_TILE), dtype) for _ in range(2)]
+
+
+class ForwardRegisters(StateRegisters):
+    """The same of the forward direction, which also makes transitions."""
+
+    def __init__(self, dtype):
+        super().__init__(dtype, "_ahead")
+        self.low_S = T.alloc_fragment((VALUE_TILE, HEAD_DIM), dtype)
+        self.squares = T.alloc_fragment((VALUE_TILE,), "float32")
 
 
 class GradientRegisters(StateRegisters):
     """The same of the reverse direction."""
 
-    def __init__(self, dtype, suffix):
-        super().__init__(dtype, suffix)
+    def __init__(self, dtype):
+        super().__init__(dtype, "_back")
         self.read = T.alloc_fragment((VALUE_TILE, CHUNK), "float32")
         self.do = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
         self.query_do = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
@@ -70,24 +82,44 @@ def phase_before(trip, slots):
     return (trip // slots + 1) % 2
 
 
+def _links(trips):
+    """Links that the simulation follows before so many chunks; a block may have any number."""
+    return trips // 2
+
+
 def _carry(trips):
     """Either direction: both use the same tiles and barriers in the same order."""
     warps = BACKWARD_SCAN.state.warps
+    for i in range(_links(trips)):
+        yield wait("link_ready", 0, phase(i, 1))
+        yield read("link", 0, i)
+        yield done("link", 0, i)
+        yield arrive("link_free", 0, warps)
+    if trips:
+        yield wait("chunk_ready", 0, phase(0, STAGES))
     for i in range(trips):
-        stage = i % STAGES
+        stage, coming = i % STAGES, min(i + 1, trips - 1)
+        yield read("chunk", stage, i)
         yield wait("state_free", 0, phase_before(i, 1))
         yield write("state", 0, i)
         yield arrive("state_ready", 0, warps)
-        yield wait("chunk_ready", stage, phase(i, STAGES))
-        yield read("chunk", stage, i)
         yield wait("values_free", 0, phase_before(i, 1))
         yield write("out", 0, i)
         yield arrive("values_ready", 0, warps)
+        yield wait("chunk_ready", coming % STAGES, phase(coming, STAGES))
         yield done("chunk", stage, i)
         yield arrive("chunk_free", stage, warps)
 
 
 def _load(trips):
+    links = _links(trips)
+    for i in range(links):
+        yield wait("link_free", 0, phase_before(i, 1))
+        yield write("link", 0, i)
+        yield arrive("link_ready", 0, 1)
+    if links:
+        yield wait("link_free", 0, phase(links - 1, 1))
+        yield write("link", 0, links)  # the chunks go where the transitions were
     for i in range(trips):
         stage = i % STAGES
         yield wait("chunk_free", stage, phase_before(i, STAGES))
@@ -111,6 +143,7 @@ BACKWARD_SCAN_PROTOCOL = Protocol(
         name: BarrierSlots(BACKWARD_SCAN.barrier_slots[name], count) for name, count in BACKWARD_SCAN.arrivals.items()
     },
     tiles={
+        "link": TileSlots(1, ("carry",)),  # a transition, in the places of keys and queries
         "chunk": TileSlots(STAGES, ("carry",)),
         "state": TileSlots(1, ("store_state",)),
         "out": TileSlots(1, ("store_values",)),

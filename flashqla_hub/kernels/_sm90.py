@@ -152,8 +152,10 @@ RECURRENCE = RecurrenceLayout()
 FACTOR = FactorLayout()
 
 
-SPAN_WORDS = 4  # int32 words of a sequence's span
-SPAN_FIRST_TOKEN, SPAN_TOKENS, SPAN_FIRST_SLOT, SPAN_CHUNKS = range(4)
+SEGMENT_WORDS = 6  # int32 words of a segment's record: four of its sequence, which sequence, and which segment of it
+SEGMENT_FIRST_TOKEN, SEGMENT_TOKENS, SEGMENT_FIRST_SLOT, SEGMENT_CHUNKS, SEGMENT_SEQUENCE, SEGMENT_INDEX = range(
+    SEGMENT_WORDS
+)
 
 ROW_VECTORS = 6  # float32 numbers of a token and value head that the backward kernels share
 ROW_DECAY, ROW_STRENGTH, ROW_READ, ROW_WRITE, ROW_QUERY, ROW_TAKE = range(ROW_VECTORS)
@@ -178,7 +180,7 @@ class BackwardFactorLayout:
         """Bytes of all tiles, before alignment."""
         keys_and_queries = 2 * CHUNK * HEAD_DIM * BYTES[dtype]
         leaves = CHUNK // LEAF * (LEAF * LEAF + self.leaf_padding) * BYTES["float32"]
-        norms = NORM_VECTORS * CHUNK * BYTES["float32"]
+        norms = (NORM_VECTORS + 1) * CHUNK * BYTES["float32"]
         gates = 2 * self.sides * 2 * CHUNK * BYTES["float32"]
         return keys_and_queries + leaves + norms + gates
 
@@ -211,6 +213,8 @@ class BackwardScanLayout:
             "state_free": 1,
             "values_ready": warps,
             "values_free": 1,
+            "link_ready": 1,
+            "link_free": warps,
         }
 
     @property
@@ -221,7 +225,7 @@ class BackwardScanLayout:
         """Bytes of all tiles, before alignment."""
         wide, square = CHUNK * HEAD_DIM * BYTES[dtype], CHUNK * CHUNK * BYTES[dtype]
         rows = ROW_VECTORS * CHUNK * BYTES["float32"]
-        return self.stages * (2 * wide + 3 * square + rows) + wide + square
+        return self.stages * (2 * wide + 3 * square + rows) + wide + square + ITEM_WORDS * BYTES["int32"]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ D[t, s] = 2^(G_t - G_s) for s <= t, else 0:
 earlier to a later token are formed. A row behind the sequence's end has beta 0 and the decay of the last token.
 
 Reads        q k [T, H, 128] · g beta [T, HV] f32 · chunks [slots, 4]
-Writes       solve scores [slots, HV, C, C] · rows [slots, HV, 6, C] f32 · norms [slots, H, 2, C] f32
+Writes       solve scores [slots, HV, C, C] · rows [slots, HV, 6, C] f32 · norms [slots, H, 2, C] f32 ·
+             bound [slots, HV] f32, that of `_segments.py`, if sequences are cut
 
 Threads                           per block                per pair of value heads
 warp 0 (part 0 of side 0)         loads keys, queries      head 2 i: X[:32, :32], X[32:48, :32], rows to 31 of both tiles
@@ -57,7 +58,7 @@ from ._sm90 import (
 )
 from ._solve import HALF
 from ._tile import Group, arrive, wait
-from .factor import EIGHT, LINES, LOG2_E, clear_above, load_gates, meet, place_of_leaf_entry, take_diagonal
+from .factor import EIGHT, LINES, LOG2_E, clear_above, load_gates, meet, place_of_leaf_entry, take_diagonal, write_bound
 
 SIDES = BACKWARD_FACTOR.sides
 SIDE = BACKWARD_FACTOR.warps_per_side * WARP  # threads
@@ -79,6 +80,7 @@ class Tiles(Group):
         self.q = T.alloc_shared((CHUNK, HEAD_DIM), dtype)
         self.leaves = T.alloc_shared((CHUNK // LEAF, LEAF * LEAF + BACKWARD_FACTOR.leaf_padding), FLOAT32)
         self.norms = T.alloc_shared((NORM_VECTORS, CHUNK), FLOAT32)
+        self.squares = T.alloc_shared((CHUNK,), FLOAT32)  # |k^|^2
         self.beta = T.alloc_shared(gates, FLOAT32)
         self.decay = T.alloc_shared(gates, FLOAT32)
 
@@ -170,6 +172,8 @@ def keep_products(t, products, KK, QK, square, scale, use_l2norm, thread):
         products[a, c] = T.cast(KK[a, c], "float16")
     for a, c in T.Parallel(CHUNK, LEAF):
         t.leaves[a // LEAF, (a % LEAF) * LEAF + c] = square[a, c]
+        if a % LEAF == c:
+            t.squares[a] = square[a, c]
     for a, c in T.Parallel(CHUNK, CHUNK):
         products[a, CHUNK + c] = T.cast(QK[a, c] * (t.norms[NORM_QUERY, a] * scale) * t.norms[NORM_KEY, c], "float16")
 
@@ -206,8 +210,8 @@ def write_tiles(dtype, t, buffer, side, X, products, solve, scores, slot, head, 
 
 @T.macro
 def solve_heads(
-    dtype, t, X, products, gate, strength, g, beta, solve, scores, rows_out, slot, head, group, first, rows, scale, side,
-    part, own,
+    dtype, t, X, products, gate, strength, g, beta, solve, scores, rows_out, bound, has_cuts, slot, head, group, first, rows,
+    scale, side, part, own,
 ):  # fmt: skip
     """Value heads head + side, head + side + SIDES, ... of the key head; gates are loaded a round ahead."""
     top, token, lane = side * CHUNK, part * HALF, T.alloc_var("int32")
@@ -230,6 +234,9 @@ def solve_heads(
             write_rows(dtype, t, gate, strength, rows_out, slot, current + SIDES, scale, lane)
         meet(side)
         write_tiles(dtype, t, buffer, side, X, products, solve, scores, slot, current, part, lane)
+        if part == 0:
+            if has_cuts != 0:
+                write_bound(t, buffer, side, bound, slot, current, lane)
         T.sync_warp()
 
 
@@ -250,8 +257,10 @@ def build_backward_factor(dtype):
         scores: T.Tensor((chunk_slots, value_heads, CHUNK, CHUNK), dtype),
         row_scales: T.Tensor((chunk_slots, value_heads, ROW_VECTORS, CHUNK), FLOAT32),
         norms: T.Tensor((chunk_slots, key_heads, NORM_VECTORS, CHUNK), FLOAT32),
+        bound: T.Tensor((chunk_slots, value_heads), FLOAT32),
         scale: T.float32,
         use_l2norm: T.int32,
+        has_cuts: T.int32,
     ):
         with T.Kernel(chunk_slots * key_heads, threads=BACKWARD_FACTOR.threads) as block:
             T.annotate_min_blocks_per_sm(BACKWARD_FACTOR.blocks_per_sm)
@@ -299,8 +308,8 @@ def build_backward_factor(dtype):
                 if has_first:
                     write_rows(dtype, t, gate, strength, row_scales, slot, head + side, scale, lane)
                 solve_heads(
-                    dtype, t, X, products, gate, strength, g, beta, solve, scores, row_scales, slot, head, group, first,
-                    rows, scale, side, part, lane,
+                    dtype, t, X, products, gate, strength, g, beta, solve, scores, row_scales, bound, has_cuts, slot, head,
+                    group, first, rows, scale, side, part, lane,
                 )  # fmt: skip
 
     return backward_factor

@@ -1,8 +1,9 @@
-"""Plan of a backward: chunk records and spans from sequence offsets, and zeros where no sequence is.
+"""Plan of a backward: records of chunks and segments from sequence offsets, and zeros where no sequence is.
 
 Reads        cu_seqlens as 32-bit words
 Writes       chunks [slots, 4] int32: first token, rows (0 = unused slot), sequence ·
-             spans [N, 4] int32: first token, tokens, first slot, chunks ·
+             segments [segment_slots, 6] int32: first token, tokens, first slot and chunks of the sequence, which sequence,
+             and which segment of it (-1 = unused) ·
              rows of dq dk dv dg dbeta below cu_seqlens[0] and from cu_seqlens[N] on
 
 Blocks       N: a sequence each
@@ -17,11 +18,13 @@ from ._sm90 import (
     CHUNK_ROWS,
     CHUNK_SEQUENCE,
     CHUNK_WORDS,
-    SPAN_CHUNKS,
-    SPAN_FIRST_SLOT,
-    SPAN_FIRST_TOKEN,
-    SPAN_TOKENS,
-    SPAN_WORDS,
+    SEGMENT_CHUNKS,
+    SEGMENT_FIRST_SLOT,
+    SEGMENT_FIRST_TOKEN,
+    SEGMENT_INDEX,
+    SEGMENT_SEQUENCE,
+    SEGMENT_TOKENS,
+    SEGMENT_WORDS,
     WARPGROUP,
 )
 
@@ -44,6 +47,25 @@ def write_chunks(chunks, sequence, first, length, first_slot, lowest_slot, next_
 
 
 @T.macro
+def write_segments(segments, sequence, first, length, first_slot, lowest_place, next_place, segment_chunks, thread):
+    """Records of the segment slots from `lowest_place` on; those that no segment of the sequence fills get index -1."""
+    first_place, index = T.alloc_var("int32"), T.alloc_var("int32")
+    first_place = T.truncdiv(first, segment_chunks * CHUNK) + sequence
+    for turn in T.serial(T.truncdiv(next_place - lowest_place + THREADS - 1, THREADS)):
+        place = lowest_place + turn * THREADS + thread
+        if place < next_place:
+            index = place - first_place
+            if T.And(index > 0, index * segment_chunks * CHUNK >= length):
+                index = -1
+            segments[place, SEGMENT_FIRST_TOKEN] = first
+            segments[place, SEGMENT_TOKENS] = length
+            segments[place, SEGMENT_FIRST_SLOT] = first_slot
+            segments[place, SEGMENT_CHUNKS] = T.truncdiv(length + CHUNK - 1, CHUNK)
+            segments[place, SEGMENT_SEQUENCE] = sequence
+            segments[place, SEGMENT_INDEX] = T.max(index, -1)
+
+
+@T.macro
 def zero_rows(words, first, end, part, thread):
     """Rows first + part, first + part + ZERO_BLOCKS, ... below `end`; the width stays a size of its own tensor."""
     for turn in T.serial(T.truncdiv(end - first - part + ZERO_BLOCKS - 1, ZERO_BLOCKS)):
@@ -54,7 +76,7 @@ def zero_rows(words, first, end, part, thread):
 
 def build_backward_plan():
     """The prim_func; arguments in README.md."""
-    words, chunk_slots, sequence_count = T.dynamic("words"), T.dynamic("chunk_slots"), T.dynamic("sequence_count")
+    words, chunk_slots, segment_slots = T.dynamic("words"), T.dynamic("chunk_slots"), T.dynamic("segment_slots")
     tokens, key_words, value_words = T.dynamic("tokens"), T.dynamic("key_words"), T.dynamic("value_words")
     value_heads = T.dynamic("value_heads")
 
@@ -67,7 +89,7 @@ def build_backward_plan():
     def backward_plan(
         cu_words: T.Tensor((words,), "int32"),
         chunks: T.Tensor((chunk_slots, CHUNK_WORDS), "int32"),
-        spans: T.Tensor((sequence_count, SPAN_WORDS), "int32"),
+        segments: T.Tensor((segment_slots, SEGMENT_WORDS), "int32"),
         dq_words: T.Tensor((tokens, key_words), "int32"),
         dk_words: T.Tensor((tokens, key_words), "int32"),
         dv_words: T.Tensor((tokens, value_words), "int32"),
@@ -76,11 +98,13 @@ def build_backward_plan():
         words_per_entry: T.int32,
         dense_length: T.int32,
         sequences: T.int32,
+        segment_chunks: T.int32,
     ):
         with T.Kernel(sequences + ZERO_BLOCKS, threads=THREADS) as block:
             thread = T.get_thread_binding()
             first, length, end = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             first_slot, lowest_slot, next_slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            lowest_place, next_place = T.alloc_var("int32"), T.alloc_var("int32")
             if block < sequences:
                 first = offset(cu_words, block, words_per_entry, dense_length)
                 length = T.max(0, offset(cu_words, block + 1, words_per_entry, dense_length) - first)
@@ -90,11 +114,14 @@ def build_backward_plan():
                 if block == sequences - 1:
                     next_slot = chunk_slots
                 write_chunks(chunks, block, first, length, first_slot, lowest_slot, next_slot, thread)
-                if thread == 0:
-                    spans[block, SPAN_FIRST_TOKEN] = first
-                    spans[block, SPAN_TOKENS] = length
-                    spans[block, SPAN_FIRST_SLOT] = first_slot
-                    spans[block, SPAN_CHUNKS] = T.truncdiv(length + CHUNK - 1, CHUNK)
+                step = segment_chunks * CHUNK
+                lowest_place = T.Select(block == 0, 0, T.truncdiv(first, step) + block)
+                next_place = T.truncdiv(first + length, step) + block + 1
+                if block == sequences - 1:
+                    next_place = segment_slots
+                write_segments(
+                    segments, block, first, length, first_slot, lowest_place, next_place, segment_chunks, thread
+                )
             else:
                 part = block - sequences
                 for side in T.serial(2):

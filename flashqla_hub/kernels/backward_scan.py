@@ -7,16 +7,25 @@ Per chunk, with the solve X D and the scores P of `backward_factor.py` and row s
                 dS <- 2^(G_end) dS + (query Q)^T dO - (take K)^T dV
 
 S is stored before each chunk, dS behind it. Value columns do not mix, so a block takes 64 of them: 32 heads, two halves and
-two directions fill the card. The state stands transposed in registers and is the left operand of its products.
+two directions fill the card; with fewer blocks sequences are cut into segments. What starts a segment, and which blocks of a
+launch before this one make it, is told in `_backward_segments.py`; here it means that some first chunks may have no outputs,
+that a state may start as the identity, without values, and that links may come before the chunks: S <- S M + S_j.
 
-Reads        q k [T, H, 128] · v dout [T, HV, 128] · solve scores row_scales of `backward_factor.py` · spans [N, 4] ·
-             initial state and gradient of the final state f32
+The state stands transposed in registers and is the left operand of its products. A warpgroup alone waits for most of its own
+products; what it does beside them is to put the state, then errors or dv into shared memory, and to take v or do of the next
+chunk.
+
+Reads        q k [T, H, 128] · v dout [T, HV, 128] · solve scores row_scales bound of `backward_factor.py` ·
+             segments [segment_slots, 6] · initial state and gradient of the final state f32
 Writes       errors [slots, HV, 2, C, 64] · states dstates [slots, HV, 2, 64, 128], transposed · dv [T, HV, 128] ·
              gradient of the initial state f32
+In between   segment_states f32, transitions in two 16-bit parts, plain and turned, with the squared norms of their rows,
+             whether a segment forgets
 
 Role          threads   registers   per chunk
 state         1 x 128   255         S and E, or dS and dV, of 64 value columns; zeros behind the end
-loader        1 x 32    255         k, v, solve, row scales; in reverse also q, scores and do instead of v; three stages
+loader        1 x 32    255         before the chunks: transitions of the links, in the places of k and q
+                                    k, v, solve, row scales; in reverse also q, scores and do instead of v; three stages
 storers       2 x 32    255         the state tile; errors or dv
 
 Barrier         set by         waited on by     arrivals
@@ -26,34 +35,61 @@ state_ready     state          state storer     4
 state_free      state storer   state            1
 values_ready    state          value storer     4
 values_free     value storer   state            1
-named 1         state          state            128, in a chunk that ends early
+link_ready      loader         state            1 and the bytes
+link_free       state          loader           4
+named 1         state          state            128, in a chunk that ends early, and once zeros stand for values
 """
 
 import tilelang.language as T
 
 from ._backward_scan_roles import (
+    PLAIN,
+    TURNED,
     carry_gradient,
     carry_state,
+    follow_links,
     load_forward,
+    load_links,
     load_reverse,
     load_state,
     store_errors,
-    store_state,
+    store_gradient,
+    store_segment,
     store_states,
+    store_transition,
     store_value_gradients,
 )
-from ._backward_scan_tiles import BACKWARD_SCAN_PROTOCOL, Barriers, GradientRegisters, StateRegisters, Tiles
-from ._sm90 import BACKWARD_SCAN, CHUNK, HEAD_DIM, ROW_VECTORS, SPAN_WORDS, VALUE_TILE, WARP, WARPGROUP
+from ._backward_scan_tiles import BACKWARD_SCAN_PROTOCOL, Barriers, ForwardRegisters, GradientRegisters, Tiles
+from ._backward_segments import FORWARD, MAKE_GRADIENT, MAKERS, REVERSE, describe_outputs, describe_states
+from ._sm90 import (
+    BACKWARD_SCAN,
+    CHUNK,
+    HEAD_DIM,
+    ITEM_END,
+    ITEM_HEAD,
+    ITEM_LINKS,
+    ITEM_OWN,
+    ITEM_SEQUENCE,
+    ITEM_START,
+    ITEM_WORDS,
+    ROW_VECTORS,
+    SEGMENT_WORDS,
+    VALUE_TILE,
+    WARP,
+    WARPGROUP,
+)
 from ._tile import swizzled, transposed_fragment
 
 PROTOCOL = BACKWARD_SCAN_PROTOCOL
 HALVES, DIRECTIONS = BACKWARD_SCAN.halves, BACKWARD_SCAN.directions
+PARTS = 4  # of a stored transition
 
 
 def build_backward_scan(dtype):
     """The prim_func for q, k, v of `dtype`; arguments in README.md."""
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
-    chunk_slots, sequence_count, matrices = T.dynamic("chunk_slots"), T.dynamic("sequence_count"), T.dynamic("matrices")
+    chunk_slots, segment_slots, matrices = T.dynamic("chunk_slots"), T.dynamic("segment_slots"), T.dynamic("matrices")
+    rows = T.dynamic("rows")
     q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h = (
         T.dynamic(name, "int64") for name in ("q_t", "q_h", "k_t", "k_h", "v_t", "v_h", "do_t", "do_h")
     )
@@ -67,9 +103,14 @@ def build_backward_scan(dtype):
         solve: T.Tensor((chunk_slots, value_heads, CHUNK, CHUNK), dtype),
         scores: T.Tensor((chunk_slots, value_heads, CHUNK, CHUNK), dtype),
         row_scales: T.Tensor((chunk_slots, value_heads, ROW_VECTORS, CHUNK), "float32"),
-        spans: T.Tensor((sequence_count, SPAN_WORDS), "int32"),
+        bound: T.Tensor((chunk_slots, value_heads), "float32"),
+        segments: T.Tensor((segment_slots, SEGMENT_WORDS), "int32"),
         initial: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
         dfinal: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
+        segment_states: T.Tensor((rows, DIRECTIONS, HALVES, VALUE_TILE * HEAD_DIM), "float32"),
+        transitions: T.Tensor((rows, PARTS, HALVES, VALUE_TILE, HEAD_DIM), dtype),
+        reach: T.Tensor((rows, HEAD_DIM), "float32"),
+        forgets: T.Tensor((rows, DIRECTIONS), "int32"),
         errors: T.Tensor((chunk_slots, value_heads, HALVES, CHUNK, VALUE_TILE), dtype),
         states: T.Tensor((chunk_slots, value_heads, HALVES, VALUE_TILE, HEAD_DIM), dtype),
         dstates: T.Tensor((chunk_slots, value_heads, HALVES, VALUE_TILE, HEAD_DIM), dtype),
@@ -79,54 +120,102 @@ def build_backward_scan(dtype):
         has_dfinal: T.int32,
         write_dinitial: T.int32,
         state_v_first: T.int32,
+        segment_chunks: T.int32,
+        makes_states: T.int32,
+        blocks: T.int32,
     ):
-        with T.Kernel(sequence_count * value_heads * HALVES * DIRECTIONS, threads=BACKWARD_SCAN.threads) as block:
+        with T.Kernel(blocks, threads=BACKWARD_SCAN.threads) as block:
             t, b = Tiles(dtype), Barriers()
-            ahead, back = StateRegisters(dtype, "_ahead"), GradientRegisters(dtype, "_back")
+            ahead, back = ForwardRegisters(dtype), GradientRegisters(dtype)
             T.annotate_layout(
                 {part: transposed_fragment(VALUE_TILE) for part in (ahead.v, ahead.o, back.v, back.o)}
                 | {tile: swizzled(tile) for tile in (*t.values, t.out)}
             )
             thread = T.get_thread_binding()
-            span, lead = T.alloc_local((SPAN_WORDS,), "int32"), T.alloc_local((1,), "float32")
-            matrix, head, key_head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            direction, half = block % DIRECTIONS, block // DIRECTIONS % HALVES
-            matrix = T.truncdiv(block, DIRECTIONS * HALVES)
-            head = T.truncmod(matrix, value_heads)
+            item, lead = T.alloc_local((ITEM_WORDS,), "int32"), T.alloc_local((1,), "float32")
+            segment = T.alloc_local((SEGMENT_WORDS,), "int32")
+            place, part, direction = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            slot, head, key_head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            half = block % HALVES
+            part = T.truncmod(T.truncdiv(block, HALVES), T.Select(makes_states != 0, MAKERS, DIRECTIONS))
+            place = T.truncdiv(T.truncdiv(block, HALVES), T.Select(makes_states != 0, MAKERS, DIRECTIONS))
+            direction = part
+            if makes_states != 0:
+                direction = T.Select(part == MAKE_GRADIENT, REVERSE, FORWARD)
+            slot, head = T.truncdiv(place, value_heads), T.truncmod(place, value_heads)
             key_head = T.truncdiv(head, T.truncdiv(value_heads, key_heads))
-            for word in T.unroll(SPAN_WORDS):
-                span[word] = spans[T.truncdiv(matrix, value_heads), word]
+            if thread < WARP:
+                for word in T.unroll(SEGMENT_WORDS):
+                    segment[word] = segments[slot, word]
+                row = slot * value_heads + head
+                if makes_states != 0:
+                    describe_states(
+                        item, segment, row, head, part, half, has_initial, has_dfinal, segment_chunks, bound, forgets,
+                        thread,
+                    )  # fmt: skip
+                else:
+                    has_start = T.Select(direction == FORWARD, has_initial, has_dfinal)
+                    describe_outputs(
+                        item, segment, row, head, direction, has_start, write_dinitial, segment_chunks, value_heads,
+                        bound, forgets, reach, thread,
+                    )  # fmt: skip
+                if thread == 0:
+                    for word in T.unroll(ITEM_WORDS):
+                        t.item[word] = item[word]
+            T.sync_threads()
+            for word in T.unroll(ITEM_WORDS):
+                item[word] = t.item[word]
             column = half * VALUE_TILE
             if thread < WARPGROUP:
                 value_stride = T.Select(state_v_first != 0, HEAD_DIM, 1)
                 key_stride = T.Select(state_v_first != 0, 1, HEAD_DIM)
-                if direction == 0:
-                    T.clear(ahead.S)
-                    if has_initial != 0:
-                        load_state(ahead.S, matrix, half, initial, value_stride, key_stride)
-                    carry_state(thread, dtype, t, b, ahead, span)
+                matrix = t.item[ITEM_SEQUENCE] * value_heads + t.item[ITEM_HEAD]
+                own = t.item[ITEM_OWN]
+                if direction == FORWARD:
+                    base = own - (t.item[ITEM_LINKS] + 1) * value_heads
+                    load_state(
+                        ahead.S, t.item[ITEM_START], matrix, base, FORWARD, half, initial, segment_states, value_stride,
+                        key_stride,
+                    )  # fmt: skip
+                    follow_links(
+                        thread, dtype, t, b, ahead, t.item[ITEM_LINKS], base, -1, value_heads, FORWARD,
+                        half, segment_states,
+                    )  # fmt: skip
+                    carry_state(thread, dtype, t, b, ahead, item)
+                    store_segment(ahead.S, t.item[ITEM_END], own, FORWARD, half, segment_states, 1.0)
+                    store_transition(dtype, ahead, t.item[ITEM_END], own, half, transitions, reach)
                 else:
                     lead[0] = 1.0
-                    T.clear(back.S)
-                    if has_dfinal != 0:
-                        load_state(back.S, matrix, half, dfinal, value_stride, key_stride)
-                    carry_gradient(thread, dtype, t, b, back, span, lead)
-                    if write_dinitial != 0:
-                        store_state(back.S, matrix, half, dinitial, lead[0], value_stride, key_stride)
+                    base = own + (t.item[ITEM_LINKS] + 1) * value_heads
+                    load_state(
+                        back.S, t.item[ITEM_START], matrix, base, REVERSE, half, dfinal, segment_states, value_stride,
+                        key_stride,
+                    )  # fmt: skip
+                    follow_links(
+                        thread, dtype, t, b, back, t.item[ITEM_LINKS], base, 1, value_heads, REVERSE,
+                        half, segment_states,
+                    )  # fmt: skip
+                    carry_gradient(thread, dtype, t, b, back, item, lead)
+                    store_segment(back.S, t.item[ITEM_END], own, REVERSE, half, segment_states, lead[0])
+                    store_gradient(
+                        back.S, t.item[ITEM_END], matrix, half, dinitial, lead[0], value_stride, key_stride
+                    )  # fmt: skip
             elif thread < WARPGROUP + WARP:
-                if direction == 0:
-                    load_forward(thread, t, b, span, head, key_head, column, k, v, solve, row_scales)
+                if direction == FORWARD:
+                    load_links(thread, t, b, item, -1, value_heads, PLAIN, transitions)
+                    load_forward(thread, t, b, item, head, key_head, column, k, v, solve, row_scales)
                 else:
-                    load_reverse(thread, t, b, span, head, key_head, column, q, k, dout, solve, scores, row_scales)
+                    load_links(thread, t, b, item, 1, value_heads, TURNED, transitions)
+                    load_reverse(thread, t, b, item, head, key_head, column, q, k, dout, solve, scores, row_scales)
             elif thread < WARPGROUP + 2 * WARP:
-                if direction == 0:
-                    store_states(thread, t, b, span, head, half, False, states)
+                if direction == FORWARD:
+                    store_states(thread, t, b, item, head, half, False, states)
                 else:
-                    store_states(thread, t, b, span, head, half, True, dstates)
+                    store_states(thread, t, b, item, head, half, True, dstates)
             elif thread < WARPGROUP + 3 * WARP:
-                if direction == 0:
-                    store_errors(thread, t, b, span, head, half, errors)
+                if direction == FORWARD:
+                    store_errors(thread, t, b, item, head, half, errors)
                 else:
-                    store_value_gradients(thread, thread % WARP, t, b, span, head, column, dv)
+                    store_value_gradients(thread, thread % WARP, t, b, item, head, column, dv)
 
     return backward_scan

@@ -31,6 +31,7 @@ class Call:
     use_l2norm: bool = False
     state_v_first: bool = False
     output_dinitial: bool = True
+    segment_chunks: int = 0
 
 
 def make_arguments(call: Call) -> list[Any]:
@@ -56,6 +57,7 @@ def make_arguments(call: Call) -> list[Any]:
         call.use_l2norm,
         call.state_v_first,
         call.output_dinitial,
+        call.segment_chunks,
     ]
 
 
@@ -113,7 +115,7 @@ def row_scales(address):
 
 
 # Sizes that the compiler leaves out of a kernel's arguments when no address depends on them.
-DROPPABLE = {"chunk_slots", "matrices", "sequence_count", "tokens", "words"}
+DROPPABLE = {"blocks", "chunk_slots", "matrices", "rows", "segment_slots", "tokens", "words"}
 
 
 def assert_arguments(launch, expected):
@@ -149,14 +151,14 @@ def test_plan_reads_offsets_and_clears_every_gradient(product_process):
     expected = {
         "cu_words": addresses["offsets"],
         "chunks": plan.arguments["chunks"],
-        "spans": plan.arguments["spans"],
+        "segments": plan.arguments["segments"],
         "dq_words": addresses["dq"],
         "dk_words": addresses["dk"],
         "dv_words": addresses["dv"],
         "dg_words": addresses["dg"],
         "dbeta_words": addresses["dbeta"],
         "chunk_slots": SLOTS,
-        "sequence_count": 3,
+        "segment_slots": 3,
         "tokens": 300,
         "key_words": H * 64,
         "value_words": HV * 64,
@@ -165,9 +167,10 @@ def test_plan_reads_offsets_and_clears_every_gradient(product_process):
         "words_per_entry": 2,
         "dense_length": -1,
         "sequences": 3,
+        "segment_chunks": 5,
     }
     assert_arguments(plan, expected)
-    assert 0 not in (expected["chunks"], expected["spans"])
+    assert 0 not in (expected["chunks"], expected["segments"])
     [plan, *_], _, _ = product_process.run(run, replace(PACKED, offset_dtype="int32"))
     assert plan.arguments["words_per_entry"] == 1
 
@@ -175,13 +178,13 @@ def test_plan_reads_offsets_and_clears_every_gradient(product_process):
 def test_plan_of_a_dense_batch_needs_no_offsets(product_process):
     [plan, *_], _, _ = product_process.run(run, Call(batch=5, tokens=70))
     assert (plan.arguments["dense_length"], plan.arguments["sequences"]) == (70, 5)
-    assert plan.arguments["cu_words"] == plan.arguments["spans"], "any valid address"
+    assert plan.arguments["cu_words"] == plan.arguments["segments"], "any valid address"
     assert plan.arguments["chunk_slots"] == 350 // 64 + 5
 
 
 def test_factor_gets_tokens_and_gates(product_process):
     [plan, factor, *_], addresses, _ = product_process.run(run, PACKED)
-    own = {name: factor.arguments[name] for name in ("solve", "scores", "row_scales", "norms")}
+    own = {name: factor.arguments[name] for name in ("solve", "scores", "row_scales", "norms", "bound")}
     expected = own | {
         "q_desc": key_rows(addresses["q"]),
         "k_desc": key_rows(addresses["k"]),
@@ -194,9 +197,10 @@ def test_factor_gets_tokens_and_gates(product_process):
         "tokens": 300,
         "scale": 0.25,
         "use_l2norm": 1,
+        "has_cuts": 0,
     }
     assert_arguments(factor, expected)
-    assert len({*own.values(), 0}) == 5
+    assert len({*own.values(), 0}) == 6
 
 
 def test_scan_gets_everything(product_process):
@@ -215,12 +219,19 @@ def test_scan_gets_everything(product_process):
         "errors_desc": errors(read["errors"]),
         "states_desc": states(read["states"]),
         "dstates_desc": states(read["dstates"]),
-        "spans": plan.arguments["spans"],
+        "bound": factor.arguments["bound"],
+        "segments": plan.arguments["segments"],
+        "segment_states": scan.arguments["segment_states"],
+        "transitions": scan.arguments["transitions"],
+        "transitions_desc": scan.arguments["transitions_desc"],
+        "reach": scan.arguments["reach"],
+        "forgets": scan.arguments["forgets"],
         "initial": addresses["initial"],
         "dfinal": addresses["dfinal"],
         "dinitial": addresses["dinitial"],
         "chunk_slots": SLOTS,
-        "sequence_count": 3,
+        "segment_slots": 3,
+        "rows": 1,
         "matrices": 3 * HV,
         "key_heads": H,
         "value_heads": HV,
@@ -229,9 +240,35 @@ def test_scan_gets_everything(product_process):
         "has_dfinal": 1,
         "write_dinitial": 1,
         "state_v_first": 0,
+        "segment_chunks": 5,
+        "makes_states": 0,
+        "blocks": 3 * HV * 2 * 2,
     }
     assert_arguments(scan, expected)
     assert len({*read.values(), 0}) == 4
+
+
+def test_states_of_segments_are_made_by_a_launch_of_their_own(product_process):
+    found, _, _ = product_process.run(run, replace(PACKED, segment_chunks=1))
+    places = 300 // 64 + 3
+    names = ("plan", "factor_bf16", "scan_bf16", "scan_bf16", "gradients_bf16")
+    assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names]
+    grids = [3 + 128, SLOTS * H, places * HV * 2 * 3, places * HV * 2 * 2, 132]
+    assert [launch.grid for launch in found] == [(grid, 1, 1) for grid in grids]
+    plan, factor, makers, outputs, _ = (launch.arguments for launch in found)
+    assert (plan["segment_chunks"], makers["segment_chunks"], outputs["segment_chunks"]) == (1, 1, 1)
+    assert (factor["has_cuts"], makers["makes_states"], outputs["makes_states"]) == (1, 1, 0)
+    assert {name for name in makers if makers[name] != outputs[name]} == {"blocks", "makes_states"}
+
+
+def test_a_segment_as_long_as_all_tokens_is_no_cut(product_process):
+    found, _, _ = product_process.run(run, replace(PACKED, segment_chunks=5))
+    assert len(found) == 4
+
+
+def test_a_negative_length_of_segments_is_refused(product_process):
+    with pytest.raises(RuntimeError, match="segment_chunks is -1 and must be positive, or 0 for a length chosen here"):
+        product_process.run(run, replace(PACKED, segment_chunks=-1))
 
 
 def test_gradients_get_everything(product_process):
@@ -391,7 +428,7 @@ def fail_every_allocation_once(call: Call):
 def test_lack_of_memory_at_any_point_is_named_and_leaves_nothing_behind(product_process):
     messages, guards, live = product_process.run(fail_every_allocation_once, replace(PACKED, gate_dtype="bfloat16"))
     results = ["dq", "dk", "dv", "dg", "dbeta", "dh0"]
-    workspace = ["chunks", "spans", "row_scales", "norms", "errors", "states", "dstates", "solve", "scores"]
-    assert [message.split()[4] for message in messages] == [*results, *workspace, "g"]
+    scratch = ["chunks", "segments", "bound", "row_scales", "norms", "errors", "states", "dstates", "solve", "scores"]
+    assert [message.split()[4] for message in messages] == [*results, *scratch, "g", "workspace"]
     assert guards == 0
     assert live == 6, "the results of the last call, which succeeded"

@@ -15,7 +15,18 @@ from flashqla_hub.reference import gated_delta_rule_backward
 
 from .chunk_form import chunk_form_gradients, differentiated_chunk_form
 from .shipped_library import find_library, load_ops
-from .test_forward_op import DIM, DTYPES, GATES, Call, Case, make_call, relative
+from .test_forward_op import (
+    DIM,
+    DTYPES,
+    GATES,
+    SPLIT_GATES,
+    SPLIT_LENGTHS,
+    Call,
+    Case,
+    chunk_truth,
+    make_call,
+    relative,
+)
 
 LIBRARY = find_library()
 HAS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -59,7 +70,9 @@ def run(backward, case, call, grads):
     del poison
     v_first = case.v_first
     initial, dht = call.initial, grads.dht.mT.contiguous() if v_first and grads.dht is not None else grads.dht
-    *rest, dh0 = backward(*call.inputs, initial, call.cu_seqlens, grads.do, dht, case.scale, case.l2norm, v_first, True)
+    *rest, dh0 = backward(
+        *call.inputs, initial, call.cu_seqlens, grads.do, dht, case.scale, case.l2norm, v_first, True, case.segment
+    )
     return (*rest, dh0.mT if v_first else dh0)
 
 
@@ -131,6 +144,22 @@ CASES = [
 ]
 
 
+def split_cases():
+    """Sequences cut into segments that replay and that link in either direction, and ends inside a segment."""
+    for gates in SPLIT_GATES:
+        for segment in (1, 5):
+            yield Case(f"split-{segment}-{gates}", lengths=SPLIT_LENGTHS, heads=(2, 4), gates=gates, segment=segment)
+    yield Case("split-fp16", lengths=SPLIT_LENGTHS, dtype=torch.float16, gates="mild", segment=2)
+    yield Case("split-dense", tokens=900, batch=3, gates="mild", segment=4, v_first=True)
+    yield Case("split-from-zero", tokens=900, gates="none", segment=3, initial=None)
+    yield Case("split-l2norm", lengths=SPLIT_LENGTHS, l2norm=True, segment=2, offsets=torch.int64, unused=70)
+    yield Case("split-clustered-keys", tokens=2000, gates="none", clusters=0.9, segment=4)
+    yield Case("split-slow-decay", tokens=3000, gates="slow", heads=(1, 4), segment=5)
+
+
+CASES += split_cases()
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_gradients_match_the_recurrence(backward, case):
     call = make_call(case)
@@ -161,8 +190,9 @@ def test_tokens_of_beta_zero_have_gradients_too(backward):
     assert results[4][:, ::3].abs().min() > 0 and not results[2][:, ::3].any()
 
 
-def test_a_neighbour_full_of_nan_changes_no_bit(backward):
-    case = Case("neighbours", lengths=(70, 100, 63, 167), gates="mild", l2norm=True)
+@pytest.mark.parametrize("segment", [0, 1])
+def test_a_neighbour_full_of_nan_changes_no_bit(backward, segment):
+    case = Case("neighbours", lengths=(70, 100, 63, 167), gates="mild", l2norm=True, segment=segment)
     call = make_call(case)
     grads = make_gradients(call)
     clean = run(backward, case, call, grads)
@@ -180,9 +210,10 @@ def test_a_neighbour_full_of_nan_changes_no_bit(backward):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gates", ["mild", "trained"])
-def test_backward_repeats_bit_for_bit(backward, gates, dtype):
-    case = Case("repeat", heads=(16, 64), lengths=(1000, 1, 999, 2048), gates=gates, l2norm=True, dtype=dtype)
+@pytest.mark.parametrize(("gates", "segment"), [("mild", 0), ("trained", 0), ("none", 5)])
+def test_backward_repeats_bit_for_bit(backward, gates, segment, dtype):
+    lengths = (1000, 1, 999, 2048)
+    case = Case("repeat", heads=(16, 64), lengths=lengths, gates=gates, l2norm=True, dtype=dtype, segment=segment)
     call = make_call(case)
     grads = make_gradients(call)
     results = run(backward, case, call, grads)
@@ -191,11 +222,23 @@ def test_backward_repeats_bit_for_bit(backward, gates, dtype):
         assert all(torch.equal(one, other) for one, other in zip(results, again, strict=True))
 
 
-def test_one_graph_serves_other_lengths_of_the_same_total(backward):
-    case = Case("graph", lengths=(100, 63, 0, 137), l2norm=True)
+@pytest.mark.parametrize("segment", [0, 1])
+def test_one_graph_serves_other_lengths_of_the_same_total(backward, segment):
+    case = Case("graph", lengths=(100, 63, 0, 137), l2norm=True, segment=segment)
     call = make_call(case)
     grads = make_gradients(call)
-    arguments = (*call.inputs, call.initial, call.cu_seqlens, grads.do, grads.dht, case.scale, True, False, True)
+    arguments = (
+        *call.inputs,
+        call.initial,
+        call.cu_seqlens,
+        grads.do,
+        grads.dht,
+        case.scale,
+        True,
+        False,
+        True,
+        segment,
+    )
     backward(*arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -207,3 +250,22 @@ def test_one_graph_serves_other_lengths_of_the_same_total(backward):
         torch.cuda.synchronize()
         expected = backward(*arguments)
         assert all(torch.equal(one, other) for one, other in zip(captured, expected, strict=True))
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.1])
+@pytest.mark.parametrize("clusters", [0.0, 0.9])
+def test_cutting_a_long_row_without_decay_costs_no_precision(backward, clusters, strength):
+    case = Case("long", tokens=32768, heads=(1, 2), gates="none", clusters=clusters, beta=strength, initial=None)
+    call = make_call(case)
+    grads = make_gradients(call)
+    q, k, v, _, beta = (x[0].double().requires_grad_() for x in call.inputs)
+    o, state = chunk_truth(q, k, v, beta, case.scale)
+    truth = torch.autograd.grad((o, state), (q, k, v, beta), (grads.do[0].double(), grads.dht[0].double()))
+    errors = {}
+    for segment in (1 << 25, 0, 16, 64):
+        dq, dk, dv, _, dbeta, _ = run(backward, dataclasses.replace(case, segment=segment), call, grads)
+        results = (dq[0], dk[0], dv[0], dbeta[0])
+        errors[segment] = [relative([ours], [exact]) for ours, exact in zip(results, truth, strict=True)]
+    print(case.id, clusters, strength, errors)
+    for error in errors.values():
+        assert all(a <= 1.1 * b for a, b in zip(error, errors[1 << 25], strict=True)), errors

@@ -4,6 +4,7 @@
 #include "../runtime/registration.h"
 #include "../runtime/tensor.h"
 #include "gated_delta_rule_checks.h"
+#include "segment_plan.h"
 
 namespace flashqla {
 namespace {
@@ -11,8 +12,11 @@ namespace {
 constexpr const char* OP = "the SM90 backward";
 constexpr int64_t CHUNK = 64;
 constexpr int64_t VALUE_TILE = 64, HALVES = STATE_DIM / VALUE_TILE;  // value columns of a block of the scan
-constexpr int64_t CHUNK_WORDS = 4, SPAN_WORDS = 4;                   // int32 words of a row of `chunks` and of `spans`
+constexpr int64_t CHUNK_WORDS = 4, SEGMENT_WORDS = 6;                // int32 words of a row of `chunks` and of `segments`
 constexpr int64_t ROW_VECTORS = 6, NORM_VECTORS = 2;                 // float32 numbers of a token and head
+constexpr int64_t DIRECTIONS = 2;  // states from the first chunk on, their gradients from the last
+constexpr int64_t MAKERS = 3;      // of a segment's state, its transition and the gradient of its state
+constexpr int64_t TRANSITION_PARTS = 4;
 constexpr int32_t NO_DENSE_LENGTH = -1;
 
 struct Sizes {
@@ -22,12 +26,14 @@ struct Sizes {
   int64_t sequences;  // N
   int64_t slots;
   int32_t dense_length;  // tokens of each sequence, or NO_DENSE_LENGTH
+  SegmentPlan segments;
 };
 
 struct Arguments {
   ArgumentTensor q, k, v, g, beta, initial_state, cu_seqlens, do_, dht;
   double scale;
   bool use_l2norm, state_v_first, output_dinitial;
+  int64_t segment_chunks;
 
   explicit Arguments(StableIValue* stack) {
     q.take(stack[0]);
@@ -43,6 +49,7 @@ struct Arguments {
     use_l2norm = as_bool(stack[10]);
     state_v_first = as_bool(stack[11]);
     output_dinitial = as_bool(stack[12]);
+    segment_chunks = as_int(stack[13]);
     q.read("q");
     k.read("k");
     v.read("v");
@@ -72,11 +79,14 @@ void check_arguments(const Arguments& arguments) {
   check_size(arguments.do_.view(), 2, v.size[2], "v");
   check_gates(arguments.g.view(), v);
   check_gates(arguments.beta.view(), v);
+  FLASHQLA_CHECK(arguments.segment_chunks >= 0,
+                 "segment_chunks is %lld and must be positive, or 0 for a length chosen here.",
+                 static_cast<long long>(arguments.segment_chunks));
 }
 
 Sizes read_sizes(const Arguments& arguments) {
   const TensorView &q = arguments.q.view(), &v = arguments.v.view();
-  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH};
+  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, {}};
   require_int32(sizes.tokens, OP, "the number of tokens");
   if (arguments.cu_seqlens.has_value()) {
     check_offsets(arguments.cu_seqlens.view(), q, OP);
@@ -86,7 +96,11 @@ Sizes read_sizes(const Arguments& arguments) {
   }
   sizes.slots = sizes.tokens / CHUNK + sizes.sequences;
   require_int32(sizes.slots * sizes.v_heads, OP, "the number of chunks times value heads");
-  require_int32(sizes.sequences * sizes.v_heads * HALVES * 2, OP, "four times the sequences times value heads");
+  const int64_t longest = sizes.dense_length == NO_DENSE_LENGTH ? sizes.tokens : sizes.dense_length;
+  sizes.segments = plan_backward_segments(arguments.segment_chunks, sizes.tokens, longest, sizes.sequences,
+                                          sizes.v_heads, device_properties(q.device).multiprocessors);
+  require_int32(sizes.segments.slots * sizes.v_heads * HALVES * MAKERS, OP,
+                "six times the segments times value heads");
   const ArgumentTensor* const states[] = {&arguments.initial_state, &arguments.dht};
   for (const ArgumentTensor* state : states) {
     if (state->has_value()) check_states(state->view(), q, sizes.sequences, sizes.v_heads);
@@ -146,24 +160,25 @@ class Backward {
     const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
     const int32_t dtype = arguments_.q.view().dtype;
     const int64_t slots = sizes_.slots, v_heads = sizes_.v_heads;
-    NewTensor chunks, spans, rows, norms, solve, scores, errors, states, dstates;
+    NewTensor chunks, segments, rows, norms, bound, solve, scores, errors, states, dstates;
     chunks.allocate("chunks", {slots, CHUNK_WORDS}, int32, device);
-    spans.allocate("spans", {sizes_.sequences, SPAN_WORDS}, int32, device);
+    segments.allocate("segments", {sizes_.segments.slots, SEGMENT_WORDS}, int32, device);
+    bound.allocate("bound", {slots, v_heads}, float32, device);
     rows.allocate("row_scales", {slots, v_heads, ROW_VECTORS, CHUNK}, float32, device);
     norms.allocate("norms", {slots, sizes_.heads, NORM_VECTORS, CHUNK}, float32, device);
-    launch_plan_kernel(chunks.view(), spans.view());
+    launch_plan_kernel(chunks.view(), segments.view());
     errors.allocate("errors", {slots, v_heads, HALVES, CHUNK, VALUE_TILE}, dtype, device);
     states.allocate("states", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
     dstates.allocate("dstates", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
     solve.allocate("solve", {slots, v_heads, CHUNK, CHUNK}, dtype, device);
     scores.allocate("scores", {slots, v_heads, CHUNK, CHUNK}, dtype, device);
-    launch_factor_kernel(chunks.view(), solve.view(), scores.view(), rows.view(), norms.view());
-    launch_scan_kernel(solve.view(), scores.view(), rows.view(), spans.view(), errors.view(), states.view(),
-                       dstates.view());
+    launch_factor_kernel(chunks.view(), solve.view(), scores.view(), rows.view(), norms.view(), bound.view());
+    launch_scan_kernels(solve.view(), scores.view(), rows.view(), bound.view(), segments.view(), errors.view(),
+                        states.view(), dstates.view());
     launch_gradient_kernel(errors.view(), states.view(), dstates.view(), rows.view(), norms.view(), chunks.view());
   }
 
-  void launch_plan_kernel(const TensorView& chunks, const TensorView& spans) {
+  void launch_plan_kernel(const TensorView& chunks, const TensorView& segments) {
     const int32_t int32 = aoti_torch_dtype_int32();
     const bool is_packed = arguments_.cu_seqlens.has_value();
     const TensorView& offsets = arguments_.cu_seqlens.view();
@@ -171,37 +186,55 @@ class Backward {
     const TensorView words =
         is_packed
             ? contiguous_view("cu_seqlens", offsets.data, int32, offsets.device, {offsets.size[0] * words_per_entry})
-            : contiguous_view("cu_seqlens", spans.data, int32, spans.device, {spans.element_count()});
+            : contiguous_view("cu_seqlens", segments.data, int32, segments.device, {segments.element_count()});
     const int64_t key_words = sizes_.heads * STATE_DIM / 2, value_words = sizes_.v_heads * STATE_DIM / 2;
-    launch_backward_plan(scope_, words, chunks, spans, as_words(dq_, key_words), as_words(dk_, key_words),
+    launch_backward_plan(scope_, words, chunks, segments, as_words(dq_, key_words), as_words(dk_, key_words),
                          as_words(dv_, value_words), as_words(dg_, sizes_.v_heads), as_words(dbeta_, sizes_.v_heads),
-                         words_per_entry, sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
+                         words_per_entry, sizes_.dense_length, static_cast<int32_t>(sizes_.sequences),
+                         static_cast<int32_t>(sizes_.segments.chunks));
   }
 
   void launch_factor_kernel(const TensorView& chunks, const TensorView& solve, const TensorView& scores,
-                            const TensorView& rows, const TensorView& norms) {
+                            const TensorView& rows, const TensorView& norms, const TensorView& bound) {
     NewTensor g_copy, beta_copy;
     const TensorView g = as_gate(as_contiguous_float32(arguments_.g, g_copy));
     const TensorView beta = as_gate(as_contiguous_float32(arguments_.beta, beta_copy));
     const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_factor_bf16 : launch_backward_factor_fp16;
-    launch(scope_, q(), k(), g, beta, chunks, solve, scores, rows, norms, static_cast<float>(arguments_.scale),
-           arguments_.use_l2norm);
+    launch(scope_, q(), k(), g, beta, chunks, solve, scores, rows, norms, bound, static_cast<float>(arguments_.scale),
+           arguments_.use_l2norm, sizes_.segments.has_cuts);
   }
 
-  void launch_scan_kernel(const TensorView& solve, const TensorView& scores, const TensorView& rows,
-                          const TensorView& spans, const TensorView& errors, const TensorView& states,
-                          const TensorView& dstates) {
+  // With cuts first the blocks that make states and transitions of segments, then those that write outputs.
+  void launch_scan_kernels(const TensorView& solve, const TensorView& scores, const TensorView& rows,
+                           const TensorView& bound, const TensorView& segments, const TensorView& errors,
+                           const TensorView& states, const TensorView& dstates) {
+    const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
+    const int64_t parts = sizes_.segments.slots * sizes_.v_heads;
+    const int64_t cut = sizes_.segments.has_cuts ? parts : 1;  // a map of `transitions` is made in any case
     NewTensor initial_copy, dfinal_copy;
+    Workspace workspace;
+    TensorView segment_states, transitions, reach, forgets;
+    workspace.add(segment_states, "segment_states", {cut, DIRECTIONS, HALVES, VALUE_TILE * STATE_DIM}, float32, device);
+    workspace.add(transitions, "transitions", {cut, TRANSITION_PARTS, HALVES, VALUE_TILE, STATE_DIM}, q().dtype, device);
+    workspace.add(reach, "reach", {cut, STATE_DIM}, float32, device);
+    workspace.add(forgets, "forgets", {cut, DIRECTIONS}, int32, device);
+    workspace.allocate();
     void* const unused = rows.data;  // any valid address: the kernel neither reads nor writes it
     const bool has_initial = arguments_.initial_state.has_value(), has_dfinal = arguments_.dht.has_value();
     void* const initial = has_initial ? as_contiguous_float32(arguments_.initial_state, initial_copy).data : unused;
     void* const dfinal = has_dfinal ? as_contiguous_float32(arguments_.dht, dfinal_copy).data : unused;
     void* const dinitial = arguments_.output_dinitial ? dinitial_.view().data : unused;
     const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_scan_bf16 : launch_backward_scan_fp16;
-    launch(scope_, q(), k(), as_token_rows(arguments_.v.view()), as_token_rows(arguments_.do_.view()), solve, scores,
-           rows, spans, as_states("initial_state", initial), as_states("dht", dfinal), errors, states, dstates,
-           as_token_rows(dv_.view()), as_states("dh0", dinitial), has_initial, has_dfinal, arguments_.output_dinitial,
-           arguments_.state_v_first);
+    const bool launches[] = {true, false};
+    for (const bool makes_states : launches) {
+      if (makes_states && !sizes_.segments.has_cuts) continue;
+      const int64_t blocks = parts * HALVES * (makes_states ? MAKERS : DIRECTIONS);
+      launch(scope_, q(), k(), as_token_rows(arguments_.v.view()), as_token_rows(arguments_.do_.view()), solve, scores,
+             rows, bound, segments, as_states("initial_state", initial), as_states("dht", dfinal), segment_states,
+             transitions, reach, forgets, errors, states, dstates, as_token_rows(dv_.view()),
+             as_states("dh0", dinitial), has_initial, has_dfinal, arguments_.output_dinitial, arguments_.state_v_first,
+             static_cast<int32_t>(sizes_.segments.chunks), makes_states, static_cast<int32_t>(blocks));
+    }
   }
 
   void launch_gradient_kernel(const TensorView& errors, const TensorView& states, const TensorView& dstates,
@@ -249,7 +282,7 @@ void run(StableIValue* stack, uint64_t, uint64_t) {
 const OpRegistration registration(
     "sm90_gated_delta_rule_bwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
     "Tensor? cu_seqlens, Tensor do, Tensor? dht, float scale, bool use_qk_l2norm, bool state_v_first, "
-    "bool output_dinitial) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dh0)",
+    "bool output_dinitial, int segment_chunks=0) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dh0)",
     "sm90_gated_delta_rule_bwd", run);
 
 }  // namespace

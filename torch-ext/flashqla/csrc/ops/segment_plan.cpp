@@ -73,7 +73,51 @@ int64_t best_length(int64_t tokens, int64_t longest, int64_t sequences, int64_t 
   return best;
 }
 
+// The backward's scans, in microseconds on an H200 (docs/design/2026-11-30-backward-scan.md).
+constexpr double SCAN_CHUNK_TIME = 1.3;     // of a chunk in a block
+constexpr double SCAN_BYTES_TIME = 0.043;   // of a chunk and value head in both directions, by the bytes alone
+constexpr double SCAN_BLOCK_TIME = 8;       // of a block besides its chunks
+constexpr double SCAN_LINK_TIME = 3;        // of a link
+constexpr int64_t SCAN_BLOCKS = 4;          // of a segment and head that write outputs: two halves, two directions
+
+// Expected time of the scans of sequences of `chunks` chunks in segments of `length`.
+double expected_scan_time(int64_t chunks, int64_t length, int64_t sequences, int64_t heads, int64_t sms) {
+  const int64_t segments = divide_up(chunks, length), rows = sequences * heads;
+  const double bytes = SCAN_BYTES_TIME * double(chunks * rows);
+  const double block = double(length) * SCAN_CHUNK_TIME + SCAN_BLOCK_TIME;
+  if (segments == 1) {
+    const double walking = double(divide_up(SCAN_BLOCKS * rows, sms)) * block;
+    return walking > bytes ? walking : bytes;
+  }
+  const double makers = 2 * EXPECTED_LINKED * double(rows) * double(3 * segments - 4);
+  const double idle = double(6 * rows * segments) * IDLE_TIME / double(sms);
+  const double most_links = 24 / (FORGOTTEN_PER_CHUNK * double(length)) + 1;
+  const double links = most_links < double(segments - 2) ? most_links : double(segments - 2);
+  const double replaying = SCAN_CHUNK_TIME * EXPECTED_REPLAY, linking = SCAN_LINK_TIME * links;
+  const double starting = linking > replaying ? linking : replaying;
+  const double walking = double(divide_up(SCAN_BLOCKS * rows * segments, sms)) * (block + starting);
+  return double(divide_up(int64_t(makers), sms)) * block + idle + LAUNCH_TIME + (walking > bytes ? walking : bytes);
+}
+
 }  // namespace
+
+SegmentPlan plan_backward_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences,
+                                   int64_t heads, int64_t sms) {
+  const int64_t whole = divide_up(longest, CHUNK) > 0 ? divide_up(longest, CHUNK) : 1;
+  int64_t chunks = segment_chunks > 0 ? segment_chunks : whole;
+  if (segment_chunks == 0 && sequences > 0 && tokens > 0) {
+    const int64_t mean = mean_chunks(tokens, sequences);
+    double best = expected_scan_time(mean, mean, sequences, heads, sms);
+    for (int64_t parts = 2; parts <= MOST_SEGMENTS && divide_up(mean, parts) >= SHORTEST; parts++) {
+      const double time = expected_scan_time(mean, divide_up(mean, parts), sequences, heads, sms);
+      if (time >= best) continue;
+      best = time;
+      chunks = divide_up(mean, parts);
+    }
+  }
+  if (chunks >= whole) return {tokens / CHUNK + 1, sequences, 0, false, false};
+  return {chunks, tokens / (chunks * CHUNK) + sequences, chunks, true, true};
+}
 
 SegmentPlan plan_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences, int64_t heads,
                           int64_t sms) {

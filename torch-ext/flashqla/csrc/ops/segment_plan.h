@@ -18,4 +18,8 @@ struct SegmentPlan {
 SegmentPlan plan_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences, int64_t heads,
                           int64_t sms);
 
+// The same for the two scans of the backward, whose blocks take half of a value head in one direction each.
+SegmentPlan plan_backward_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences,
+                                   int64_t heads, int64_t sms);
+
 }  // namespace flashqla
