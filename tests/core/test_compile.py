@@ -144,6 +144,6 @@ def test_ops_are_what_they_are_registered_as(part, tokens, bounds, dtype, with_s
         )
     torch.library.opcheck(
         ops.gated_delta_rule_bwd.default,
-        (*inputs, state, problem.cu_seqlens, residuals, problem.do, problem.dht, 0.25, True, 64),
+        (*inputs, state, problem.cu_seqlens, residuals, problem.do, problem.dht, 0.25, True, 64, "auto"),
         test_utils=OPERATIONS,
     )

@@ -155,8 +155,12 @@ def compiled_backward(part, compiled, monkeypatch) -> list[dict]:
     """Serve every backward by a stand-in as well; the list holds the arguments of its calls."""
     calls = []
 
-    def stand_in(q, k, v, g, beta, initial_state, cu_seqlens, do, dht, scale, l2norm, state_v_first, output_dinitial):
-        calls.append({"q": q, "k": k, "v": v, "do": do, "dht": dht, "initial_state": initial_state})
+    def stand_in(
+        q, k, v, g, beta, initial_state, cu_seqlens, do, dht, scale, l2norm, state_v_first, output_dinitial, segment
+    ):
+        calls.append(
+            {"q": q, "k": k, "v": v, "do": do, "dht": dht, "initial_state": initial_state, "segment_chunks": segment}
+        )
         assert not state_v_first and output_dinitial == (initial_state is not None)
         *grads, dh0 = gated_delta_rule_backward(
             *(x.double() for x in (q, k, v, g, beta, do)),
@@ -188,6 +192,16 @@ def test_the_compiled_backward_gets_what_it_can_load_and_its_gradients_arrive(ke
     assert call["do"].is_contiguous() and call["dht"].is_contiguous() and call["initial_state"].is_contiguous()
     for name in GRADIENTS:
         assert relative_error(getattr(outcome, name), getattr(expected, name)) <= 1e-4, name
+
+
+@pytest.mark.parametrize(("plan", "segment_chunks"), [("auto", 0), ("invariant", 64), ("off", 2**25)])
+def test_the_plan_of_the_forward_is_that_of_its_backward(kernel, compiled_backward, plan, segment_chunks):
+    problem = make_problem(1, 70, 1, 2, seed=1370, **ROOMY).to(torch.float32)
+    leaves = [getattr(problem, name).clone().requires_grad_() for name in TENSORS]
+    kernel.chunk_gated_delta_rule(*leaves, plan=plan)[0].sum().backward()
+    inputs = (*leaves, torch.empty(0), problem.do)
+    kernel.chunk_gated_delta_rule_bwd(*inputs, plan=plan)
+    assert [call["segment_chunks"] for call in compiled_backward] == [segment_chunks, segment_chunks]
 
 
 def test_a_missing_gradient_of_the_outputs_is_zero_for_the_compiled_backward(kernel, compiled_backward):
@@ -229,9 +243,8 @@ def test_library_knows_the_op_that_is_called(part, direction, with_optional):
     q, k, v = rows(dim=128), rows(dim=128), rows(dim=128)
     g = beta = torch.zeros(2, 6, 3)
     state = torch.zeros(2, 3, 128, 128) if with_optional else None
-    last = ("auto",) if direction == "forward" else ()
     gradients = () if direction == "forward" else (v if with_optional else None, state)
     with pytest.raises(
         NotImplementedError, match=f"sm90_gated_delta_rule_{'fwd' if direction == 'forward' else 'bwd'}"
     ):
-        getattr(path, direction)(q, k, v, g, beta, state, None, *gradients, 0.1, True, *last)
+        getattr(path, direction)(q, k, v, g, beta, state, None, *gradients, 0.1, True, "auto")

@@ -76,6 +76,7 @@ def backward(
     dht: Optional[Tensor],
     scale: float,
     use_qk_l2norm: bool,
+    plan: str,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, beta in their dtypes and of the initial state in float32, without sequences if there is none.
 
@@ -103,6 +104,7 @@ def backward(
         use_qk_l2norm,
         False,
         wants_dh0,
+        PLANS[plan],
     )
     return dq, dk, dv, dg.to(g.dtype), dbeta.to(beta.dtype), dh0
 
