@@ -341,9 +341,10 @@ class BackwardScanSpec:
     """States before each chunk and gradients of those behind it, half of a value head and one direction per block."""
 
     dtype: str
-    # Forward 8 + 4 + 4 wgmma (K S, solve, state), reverse 8 + 4 + 4 + 4 + 4 (K dS, scores, queries, solve, keys).
+    # Forward 8 + 4 + 4 wgmma (K S, solve, state), reverse 8 + 4 + 4 + 4 + 4 (K dS, scores, queries, solve, keys), with and
+    # without outputs; a link 6 of depth 64 in either direction.
     minimum_instructions: Mapping[str, int] = field(
-        default_factory=lambda: {"HGMMA": 40, "UTMALDG": 20, "UTMASTG": 6, "LDSM": 12, "STSM": 12}
+        default_factory=lambda: {"HGMMA": 128, "UTMALDG": 28, "UTMASTG": 6, "LDSM": 24, "STSM": 24}
     )
     pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
 
