@@ -55,6 +55,14 @@ def test_it_is_one_operation_for_autograd(project, modules):
     assert len({output.grad_fn for output in project(x[:, :3], modules)}) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_token_goes_through_the_modules_where_no_kernel_is(project, dtype):
+    modules = [nn.Linear(512, size, bias=False, dtype=dtype) for size in SIZES]
+    x = torch.randn(1, 1, 512, dtype=dtype)
+    with torch.no_grad():
+        assert all(torch.equal(y, module(x)) for y, module in zip(project(x, modules), modules, strict=True))
+
+
 @pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1, 2)])
 def test_frozen_weights_get_no_gradient(project, modules, frozen):
     for i in frozen:

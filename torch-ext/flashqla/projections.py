@@ -51,7 +51,7 @@ def _fit_one_launch(x: Tensor, weights: Sequence[Tensor]) -> bool:
         and x.numel() <= SM90_TOKENS * x.shape[-1]
         and all(weight.is_contiguous() for weight in weights)
         and not torch.is_autocast_enabled(x.device.type)
-        and explain_device(x.device, SM90_PRODUCTS) is None
+        and explain_device(x, SM90_PRODUCTS) is None
     )
 
 
