@@ -49,7 +49,9 @@ def ways(part, monkeypatch) -> list[str]:
     forward = path.forward
     monkeypatch.setattr(path, "forward", wrapped)
     monkeypatch.setattr(path, "ops", SimpleNamespace(sm90_gated_delta_rule_fwd=stand_in))
-    monkeypatch.setattr(part("gated_delta_rule.capability"), "explain_unsupported", lambda *tensors: None)
+    capability = part("gated_delta_rule.capability")
+    monkeypatch.setattr(capability, "explain_unsupported", lambda *tensors: None)
+    monkeypatch.setattr(capability, "explain_unsupported_backward", lambda *tensors: "not now")
     return taken
 
 

@@ -97,7 +97,9 @@ def compiled(part, monkeypatch) -> list[dict]:
         )
         return o.to(v.dtype), state.to(torch.float32)
 
-    monkeypatch.setattr(part("gated_delta_rule.capability"), "explain_unsupported", lambda *tensors: None)
+    capability = part("gated_delta_rule.capability")
+    monkeypatch.setattr(capability, "explain_unsupported", lambda *tensors: None)
+    monkeypatch.setattr(capability, "explain_unsupported_backward", lambda *tensors: "not now")
     monkeypatch.setattr(part("gated_delta_rule.sm90_path"), "ops", SimpleNamespace(sm90_gated_delta_rule_fwd=stand_in))
     return calls
 
@@ -221,16 +223,6 @@ def test_a_missing_gradient_of_the_states_stays_missing(kernel, compiled_backwar
     o.sum().backward()
     assert compiled_backward[0]["dht"] is None
     assert fits_tile_loads(compiled_backward[0]["do"]), "the gradient of a sum is one number for all"
-
-
-def test_float16_has_no_compiled_backward(part, monkeypatch):
-    capability = part("gated_delta_rule.capability")
-    monkeypatch.setattr(capability, "explain_unsupported", lambda *tensors: None)
-    single, half = (torch.empty(1, 1, 1, 128, dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
-    assert capability.explain_unsupported_backward(*[single] * 5) is None
-    assert capability.explain_unsupported_backward(*[half] * 5) == (
-        "q has dtype torch.float16, and the SM90 backward takes bfloat16"
-    )
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
