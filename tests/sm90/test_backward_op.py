@@ -40,7 +40,7 @@ pytestmark = [
 NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dh0")
 FACTOR = 1.2
 LIMITS = dict.fromkeys(NAMES, 1e-2) | {"dg": 2e-2}
-VALUE_SCALES = (1.0, 1.15, 1.3, 1.7)  # each rounds differently
+VALUE_SCALES = (1.0, 1.15, 1.3, 1.45, 1.7)  # each rounds differently
 NEGLIGIBLE = 1e-6  # of float32 sums, where the truth is that close to what 16 bits give or is zero
 
 
