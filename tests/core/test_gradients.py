@@ -144,7 +144,7 @@ def test_number_of_gradients_is_the_number_of_inputs_of_the_op(kernel, part):
     problem = stateful(590)
     *_, residuals = call_low_level(kernel, problem)
     saved = [*(getattr(problem, name) for name in ARGUMENTS), None, residuals]
-    ctx = SimpleNamespace(saved_tensors=saved, options=(16**-0.5, True, 64))
+    ctx = SimpleNamespace(saved_tensors=saved, options=(16**-0.5, True, 64, "auto"))
     grads = part("gated_delta_rule.autograd")._backward(ctx, problem.do, problem.dht, None)
     assert len(grads) == len(arguments)
     assert arguments[:6] == list(ARGUMENTS)
