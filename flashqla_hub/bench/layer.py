@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 HEAD_DIM = 128
 WARM_UPS, ROUNDS = 4, 12
 DECODED = 64  # tokens in the cache before the timed step
-SECONDS = 300  # a layer
+SECONDS = 900  # an implementation
 WARM_TOKENS, WARM_SECONDS = 4096, 120
+TIME_LIMIT = "Time limit of each implementation; what it has measured by then is kept."
 PATH = "NAME=FOLDERS: folders, separated by colons, that are searched first in the process of this implementation."
 WARM = "Let what the peers compile at their first call be compiled first, side by side, with few tokens."
 OURS = "flashqla"
@@ -83,6 +84,7 @@ def bench_layer_command(
     operation: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(OPERATIONS)}; all if left out.")] = None,
     path: Annotated[list[str] | None, typer.Option(help=PATH)] = None,
     warm: Annotated[bool, typer.Option("--warm", help=WARM)] = False,
+    seconds: Annotated[int, typer.Option(help=TIME_LIMIT)] = SECONDS,
     source: command.Source = command.ROOT,
     output: command.Output = None,
     commit: command.Commit = None,
@@ -104,6 +106,7 @@ def bench_layer_command(
         [",".join(operations), str(tokens), str(batch), str(source)],
         folders,
         warm,
+        seconds,
         output,
         common,
     )
@@ -116,6 +119,7 @@ def compare(
     arguments: list[str],
     folders: dict[str, tuple[str, ...]],
     warm: bool,
+    seconds: int,
     output: Path | None,
     common: dict,
 ) -> None:
@@ -132,7 +136,8 @@ def compare(
             deadline = time.monotonic() + WARM_SECONDS
             for process in started:
                 printed_by(process, max(1.0, deadline - time.monotonic()))
-        found = [{**common, **record} for record in run_implementation(module, name, shapes, arguments, folders)]
+        ran = run_implementation(module, name, shapes, arguments, folders, seconds)
+        found = [{**common, **record} for record in ran]
         append(path, found)  # at once, so that what is measured survives what comes next
         records += found
     console = Console(width=None if sys.stdout.isatty() else command.LOG_WIDTH)
@@ -143,11 +148,16 @@ def compare(
 
 
 def run_implementation(
-    module: str, name: str, shapes: Sequence[str], arguments: list[str], folders: dict[str, tuple[str, ...]]
+    module: str,
+    name: str,
+    shapes: Sequence[str],
+    arguments: list[str],
+    folders: dict[str, tuple[str, ...]],
+    seconds: int = SECONDS,
 ) -> list[dict]:
     """Records of one implementation, from the process of this module; what it could not do is a record with the reason."""
     process = start_process(module, name, shapes, arguments, folders)
-    printed, reason = printed_by(process, SECONDS * len(shapes))
+    printed, reason = printed_by(process, seconds)
     records = [json.loads(line) for line in printed.splitlines() if line.startswith('{"op"')]
     missing = [shape for shape in shapes if not any(record["layer"] == shape for record in records)]
     return records + [{"op": module, "layer": shape, "impl": name, "skipped": reason} for shape in missing]

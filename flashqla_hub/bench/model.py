@@ -21,7 +21,9 @@ from . import command
 from .layer import (
     IMPLEMENTATIONS,
     PATH,
+    SECONDS,
     SHAPES,
+    TIME_LIMIT,
     WARM,
     Shape,
     check_handed_over,
@@ -52,6 +54,7 @@ def bench_model_command(
     ] = None,
     path: Annotated[list[str] | None, typer.Option(help=PATH)] = None,
     warm: Annotated[bool, typer.Option("--warm", help=WARM)] = False,
+    seconds: Annotated[int, typer.Option(help=TIME_LIMIT)] = SECONDS,
     source: command.Source = command.ROOT,
     output: command.Output = None,
     commit: command.Commit = None,
@@ -66,7 +69,9 @@ def bench_model_command(
     except ValueError as error:
         Console().print(str(error))
         raise typer.Exit(2) from None
-    compare("model", names, shapes, [",".join(operations), str(tokens), str(source)], folders, warm, output, common)
+    compare(
+        "model", names, shapes, [",".join(operations), str(tokens), str(source)], folders, warm, seconds, output, common
+    )
 
 
 def make_model(shape: Shape, device: str, dtype: "torch.dtype", **sizes: int) -> "torch.nn.Module":
@@ -110,7 +115,7 @@ def serve(model: "torch.nn.Module", name: str, source: Path) -> str:
     return serve_with(model, name, source, lambda raw_gates: [put_in_fla(net, raw_gates) for net in nets])
 
 
-def seconds(call: Callable[[], object]) -> float:
+def seconds_of(call: Callable[[], object]) -> float:
     """Of a call and all that it puts on the GPU, by the host's clock."""
     import torch
 
@@ -130,7 +135,7 @@ def token_ms(model: "torch.nn.Module", ids: "torch.Tensor", **options) -> float:
 
     for count in (FEW, MANY):
         generate(count)()
-    differences = (seconds(generate(MANY)) - seconds(generate(FEW)) for _ in range(REPEATS))
+    differences = (seconds_of(generate(MANY)) - seconds_of(generate(FEW)) for _ in range(REPEATS))
     return 1e3 * statistics.median(differences) / (MANY - FEW)
 
 
