@@ -206,6 +206,12 @@ def test_the_plan_of_the_forward_is_that_of_its_backward(kernel, compiled_backwa
     assert [call["segment_chunks"] for call in compiled_backward] == [segment_chunks, segment_chunks]
 
 
+def test_a_backward_in_float16_is_not_cut(kernel, compiled_backward):
+    problem = make_problem(1, 70, 1, 2, seed=1380, **ROOMY).to(torch.float16)
+    kernel.chunk_gated_delta_rule_bwd(*(getattr(problem, name) for name in TENSORS), torch.empty(0), problem.do)
+    assert [call["segment_chunks"] for call in compiled_backward] == [2**25]
+
+
 def test_a_missing_gradient_of_the_outputs_is_zero_for_the_compiled_backward(kernel, compiled_backward):
     problem = make_problem(1, 70, 1, 2, seed=1350, states=(7, 8), **ROOMY).to(torch.float32)
     leaves = [getattr(problem, name).clone().requires_grad_() for name in TENSORS]
