@@ -7,22 +7,26 @@ import tilelang.language as T
 
 from ._backward_gradient_tiles import (
     BOTH_HALVES,
+    COLUMN_GROUPS,
+    DOUT,
+    DSTATES,
+    DV,
+    ERRORS,
     HALVES,
     KEYS,
-    PART_BETA,
-    PART_DECAY,
-    PART_KEY,
+    PART_OWN,
+    PART_PAIRS,
     PART_QUERY,
+    PART_READ,
     PART_STATE,
+    PART_TRACE,
     QUERIES,
     SLOTS,
     SOURCES,
-    STRIP,
-    STRIPS,
+    STATES,
 )
 from ._backward_scan_tiles import phase, phase_before
 from ._sm90 import (
-    BACKWARD_GRADIENTS,
     CHUNK,
     CHUNK_FIRST_TOKEN,
     CHUNK_ROWS,
@@ -40,27 +44,30 @@ from ._tile import arrive, wait
 
 FLOAT32 = "float32"
 EIGHT = 8  # 16-bit values of a 16-byte access
-PAIR_THREADS = BACKWARD_GRADIENTS.pair_warps * WARP
-MEETING = 1  # named barriers 1 and 2: a consumer each, in a chunk that ends early
+QUAD = 4  # threads that share a row of an accumulator
+MEETING = 1  # named barriers 1 to 3: a consumer each, in a chunk that ends early
 ROUNDING = 0.5  # of a gate at the bound, whose sum with the others has been rounded
 
 
 @T.macro
-def clear_tail(dtype, t, slot, rows, consumer):
+def clear_tail(dtype, thread, t, slot, rows, consumer):
     """Zeros in the rows of q and k that belong to no token; each consumer writes them all and waits for itself only."""
+    place = T.shfl_xor(thread % WARPGROUP, 0)
     for source in T.serial(SOURCES):
-        for a, c in T.Parallel(CHUNK, HEAD_DIM):
-            if a >= rows:
-                t.tokens[slot * SOURCES + source, a, c] = T.cast(0, dtype)
+        for turn in T.serial(CHUNK * HEAD_DIM // EIGHT // WARPGROUP):
+            row = (turn * WARPGROUP + place) // (HEAD_DIM // EIGHT)
+            if row >= rows:
+                for e in T.vectorized(EIGHT):
+                    t.tokens[slot * SOURCES + source, row, place % (HEAD_DIM // EIGHT) * EIGHT + e] = T.cast(0, dtype)
     T.fence_proxy_async()
     T.sync_threads(MEETING + consumer, WARPGROUP)
 
 
 @T.macro
-def receive_tokens(dtype, t, b, slot, works, rows, consumer):
+def receive_tokens(dtype, thread, t, b, slot, works, rows, consumer):
     wait(b.tokens_ready, slot, phase(works, SLOTS))
     if rows < CHUNK:
-        clear_tail(dtype, t, slot, rows, consumer)
+        clear_tail(dtype, thread, t, slot, rows, consumer)
 
 
 def same_slot(works):
@@ -72,169 +79,251 @@ def same_slot(works):
 
 
 @T.macro
-def receive_halves(b, heads):
-    for half in BOTH_HALVES:
-        wait(b.half_ready, half, phase(heads, 1))
-
-
-@T.macro
-def release_halves(thread, b):
-    for half in BOTH_HALVES:
-        arrive(b.half_free, half, thread)
-
-
-def of_strip(tile, index, strip):
-    """Rows of a staged tile for a strip of columns."""
-    return tile[index, strip * STRIP : strip * STRIP + STRIP, :]
-
-
-@T.macro
-def multiply_pairs(r, left, first_left, right, first_right, tokens, rows, columns, strip):
-    """r.pairs = left right^T over all value columns, and r.scores = rows columns^T, for a strip of columns."""
-    T.wgmma_gemm(
-        left[first_left, :, :], of_strip(right, first_right, strip), r.pairs, transpose_B=True, clear_accum=True
-    )
-    T.wgmma_gemm(left[first_left + 1, :, :], of_strip(right, first_right + 1, strip), r.pairs, transpose_B=True)
-    T.wgmma_gemm(tokens[rows, :, :], of_strip(tokens, columns, strip), r.scores, transpose_B=True, clear_accum=True)
-    T.wait_wgmma(0)
-    T.sync_warp()  # shared memory is read after it: what is read earlier and held does not fit in registers
-
-
-@T.macro
-def add_pairs(r, tokens, columns, strip):
-    """r.grad += r.left times the tokens of the strip's columns."""
-    T.wgmma_gemm(r.left, of_strip(tokens, columns, strip), r.grad)
+def multiply_state(t, r, left, square):
+    """r.product = left S^T, the halves of the value columns one after the other."""
+    T.clear(r.product)  # costs nothing, and ends the life of what was there
+    T.wgmma_gemm(t.values[left * HALVES, :, :], t.squares[square * HALVES, :, :], r.product, clear_accum=True)
+    T.wgmma_gemm(t.values[left * HALVES + 1, :, :], t.squares[square * HALVES + 1, :, :], r.product)
     T.wait_wgmma(0)
 
 
 @T.macro
-def multiply_state(r, left, first_left, states):
-    """r.product = left S^T."""
-    T.wgmma_gemm(left[first_left, :, :], states[0, :, :], r.product, clear_accum=True)
-    T.wgmma_gemm(left[first_left + 1, :, :], states[1, :, :], r.product)
-    T.wait_wgmma(0)
-    T.sync_warp()
-
-
-@T.macro
-def row_dots(r, tokens, rows):
-    """r.dot = rows of r.product times rows of the tokens; r.product is spent."""
+def add_state(t, r, slot, source):
+    """r.grad += r.factor r.product, and r.dot: rows of the product times rows of the tokens; it is spent."""
     for a, c in T.Parallel(CHUNK, HEAD_DIM):
-        r.product[a, c] *= T.cast(tokens[rows, a, c], FLOAT32)
+        r.grad[a, c] += r.product[a, c] * r.factor[a]
+    for a, c in T.Parallel(CHUNK, HEAD_DIM):
+        r.product[a, c] *= T.cast(t.tokens[slot * SOURCES + source, a, c], FLOAT32)
     T.reduce_sum(r.product, r.dot, dim=1)
 
 
-@T.macro
-def read_rows(t, r, slot, rows, source, factor):
-    """Rows that read the state and earlier tokens: queries with do, keys with dv; see `backward_gradients.py`.
+def column_of_quad(c):
+    """Column of an accumulator's element in the first of the threads that share its row; theirs are 2, 4 and 6 behind."""
+    return c // 8 * 8 + c % 2
 
-    r.grad gains what they give, r.sum and r.factor r.dot are the two parts of its product with the rows themselves.
+
+def distance(thread, a):
+    """Row minus the thread's first column: an element is on the diagonal where this is its `column_of_quad`.
+
+    Through a shuffle, so that the compiler forms it where it is used and keeps no register for it, or for each element.
     """
-    readers, keys = slot * SOURCES + source, slot * SOURCES + KEYS
-    for a in T.Parallel(CHUNK):
-        r.decay[a] = t.rows[0, ROW_DECAY, a]
-    T.clear(r.sum)
-    for strip in T.serial(STRIPS):
-        multiply_pairs(r, t.grads, source * HALVES, t.errors, 0, t.tokens, readers, keys, strip)
-        for a, c in T.Parallel(CHUNK, STRIP):
-            column = strip * STRIP + c
-            since = T.exp2(T.Select(a >= column, r.decay[a] - t.rows[0, ROW_DECAY, column], VANISHING))
-            weight = since * (factor * t.rows[0, ROW_STRENGTH, column] * t.norms[slot, NORM_KEY, column])
-            r.pairs[a, c] = T.Select((a >= column + source) & (a < rows), r.pairs[a, c] * weight, 0.0)
-            r.left[a, c] = r.pairs[a, c]
-            r.scores[a, c] = T.Select(a > column, r.scores[a, c] * r.pairs[a, c], 0.0)
-        T.reduce_sum(r.scores, r.sum, dim=1, clear=False)
-        add_pairs(r, t.tokens, keys, strip)
-    for a in T.Parallel(CHUNK):
-        r.factor[a] = factor * T.exp2(r.decay[a])
-    multiply_state(r, t.grads, source * HALVES, t.states)
-    for a, c in T.Parallel(CHUNK, HEAD_DIM):
-        r.grad[a, c] += r.product[a, c] * r.factor[a]
-    row_dots(r, t.tokens, readers)
+    place = T.shfl_xor(thread % WARPGROUP, 0)
+    return a // 8 % 2 * 8 + place // WARP * 16 + place % WARP // QUAD - place % QUAD * 2
 
 
 @T.macro
-def query_head(thread, t, b, r, works, heads, rows, scale):
-    """Rows of dq of one head."""
-    slot = same_slot(works)
-    receive_halves(b, heads)
-    read_rows(t, r, slot, rows, QUERIES, scale)
-    release_halves(thread, b)
-    wait(b.parts_free, heads % SLOTS, phase_before(heads, SLOTS))
+def trace_states(thread, t, r, staged):
+    """Parts of <S, dS>: the diagonal of S^T dS, one half of the value columns after the other."""
+    T.clear(r.trace)
+    for half in BOTH_HALVES:
+        T.wgmma_gemm(
+            t.squares[STATES * HALVES + half, :, :], t.squares[DSTATES * HALVES + half, :, :], r.trace,
+            transpose_B=True, clear_accum=half == 0,
+        )  # fmt: skip
+    T.wait_wgmma(0)
     for a in T.Parallel(CHUNK):
-        t.parts[heads % SLOTS, PART_QUERY, a] = r.norm[a] * (r.sum[a] + r.factor[a] * r.dot[a])
-    arrive(b.parts_ready, heads % SLOTS, thread)
+        r.gap[a] = distance(thread, a)
+    for a, c in T.Parallel(VALUE_TILE, VALUE_TILE):
+        if r.gap[a] == column_of_quad(c):
+            t.parts[staged, PART_TRACE, a] = r.trace[a, c]
 
 
 @T.macro
-def rows_read(t, r, slot, rows, scale):
-    """What later queries and, in a second turn, later keys read of a row; r.sum, and without its own query r.strict.
+def query_head(thread, t, b, r, works, heads, scale):
+    """Rows of dq of one head, and <S, dS>."""
+    slot, staged = same_slot(works), heads % SLOTS
+    wait(b.rows_ready, staged, phase(heads, SLOTS))
+    for a in T.Parallel(CHUNK):
+        r.factor[a] = r.norm[a] * scale * T.exp2(t.rows[staged, ROW_DECAY, a])
+    arrive(b.rows_free, staged, thread)
+    wait(b.parts_free, staged, phase_before(heads, SLOTS))
+    wait(b.dstates_ready, 0, phase(heads, 1))
+    wait(b.states_ready, 0, phase(heads, 1))
+    trace_states(thread, t, r, staged)
+    arrive(b.dstates_free, 0, thread)
+    wait(b.dout_ready, 0, phase(heads, 1))
+    multiply_state(t, r, DOUT, STATES)
+    arrive(b.dout_free, 0, thread)
+    arrive(b.states_free, 0, thread)
+    add_state(t, r, slot, QUERIES)
+    for a in T.Parallel(CHUNK):
+        t.parts[staged, PART_QUERY, a] = r.factor[a] * r.dot[a]
+    arrive(b.parts_ready, staged, thread)
+    wait(b.pairs_ready, staged, phase(heads, SLOTS))
+    T.wgmma_gemm(t.pairs[staged * SOURCES + QUERIES, :, :], t.tokens[slot * SOURCES + KEYS, :, :], r.grad)
+    T.wait_wgmma(0)
+    arrive(b.pairs_free, staged, thread)
 
-    A loop, although both turns are known: two programs side by side do not fit in registers.
+
+@T.macro
+def receive_keys(b, turn, heads):
+    if turn == 0:
+        wait(b.errors_ready, 0, phase(heads, 1))
+        wait(b.dstates_ready, 0, phase(heads, 1))
+    else:
+        wait(b.dv_ready, 0, phase(heads, 1))
+        wait(b.states_ready, 0, phase(heads, 1))
+
+
+@T.macro
+def release_keys(thread, b, turn):
+    if turn == 0:
+        arrive(b.errors_free, 0, thread)
+        arrive(b.dstates_free, 0, thread)
+    else:
+        arrive(b.dv_free, 0, thread)
+        arrive(b.states_free, 0, thread)
+
+
+@T.macro
+def key_head(thread, t, b, r, works, heads):
+    """Rows of dk of one head: keys write to the state, read it and earlier keys, and are read by all that comes later.
+
+    A loop over writing and reading, although both turns are known: the compiler would put off sums of the first into the second.
     """
-    T.clear(r.sum)
-    T.clear(r.strict)
-    for turn in T.serial(SOURCES * STRIPS):
-        source, strip = turn // STRIPS, turn % STRIPS
-        keys, readers = slot * SOURCES + KEYS, slot * SOURCES + source
-        factor = T.Select(source == QUERIES, scale, -1.0)
-        multiply_pairs(r, t.errors, 0, t.grads, source * HALVES, t.tokens, keys, readers, strip)
-        for a, c in T.Parallel(CHUNK, STRIP):
-            column = strip * STRIP + c
-            since = T.exp2(T.Select(column >= a, t.rows[0, ROW_DECAY, column] - r.decay[a], VANISHING))
-            weight = since * (factor * t.norms[slot, source, column])
-            r.pairs[a, c] = T.Select((column >= a + source) & (column < rows), r.pairs[a, c] * weight, 0.0)
-            r.left[a, c] = r.pairs[a, c] * r.strength[a]
-            r.scores[a, c] *= r.pairs[a, c]
-        T.reduce_sum(r.scores, r.sum, dim=1, clear=False)
-        for a, c in T.Parallel(CHUNK, STRIP):
-            r.scores[a, c] = T.Select(strip * STRIP + c > a, r.scores[a, c], 0.0)
-        T.reduce_sum(r.scores, r.strict, dim=1, clear=False)
-        add_pairs(r, t.tokens, readers, strip)
+    slot, staged = same_slot(works), heads % SLOTS
+    wait(b.rows_ready, staged, phase(heads, SLOTS))
+    wait(b.parts_free, staged, phase_before(heads, SLOTS))
+    for turn in T.serial(2):
+        receive_keys(b, turn, heads)
+        multiply_state(t, r, 2 * turn, turn)
+        release_keys(thread, b, turn)
+        for a in T.Parallel(CHUNK):
+            decay = t.rows[staged, ROW_DECAY, a]
+            r.reach[a] = T.exp2(T.Select(turn == 0, t.rows[staged, ROW_DECAY, CHUNK - 1] - decay, decay))
+            r.reach[a] *= T.Select(turn == 0, r.norm[a], -r.norm[a])
+            r.factor[a] = r.reach[a] * T.Select(turn == 0, t.rows[staged, ROW_STRENGTH, a], 1.0)
+        add_state(t, r, slot, KEYS)
+        for a in T.Parallel(CHUNK):
+            t.parts[staged, PART_STATE + turn, a] = r.reach[a] * r.dot[a]
+    arrive(b.rows_free, staged, thread)
+    arrive(b.parts_ready, staged, thread)
+    wait(b.pairs_ready, staged, phase(heads, SLOTS))
+    by_query, by_key = staged * SOURCES + QUERIES, staged * SOURCES + KEYS
+    T.wgmma_gemm(t.pairs[by_query, :, :], t.tokens[slot * SOURCES + QUERIES, :, :], r.grad, transpose_A=True)
+    T.wgmma_gemm(t.pairs[by_key, :, :], t.tokens[slot * SOURCES + KEYS, :, :], r.grad, transpose_A=True)
+    T.wgmma_gemm(t.pairs[by_key, :, :], t.tokens[slot * SOURCES + KEYS, :, :], r.grad)
+    T.wait_wgmma(0)
+    arrive(b.pairs_free, staged, thread)
 
 
 @T.macro
-def key_head(thread, t, b, r, works, heads, rows, scale):
-    """Rows of dk of one head: keys read the state and earlier keys, and are read by all that comes later."""
-    slot = same_slot(works)
-    receive_halves(b, heads)
+def multiply_pairs(t, r, slot, source):
+    """Products of all pairs of tokens: do or dv times errors, and q or k times k."""
+    rows, keys = slot * SOURCES + source, slot * SOURCES + KEYS
+    for half in BOTH_HALVES:
+        T.wgmma_gemm(
+            t.values[(DOUT + source) * HALVES + half, :, :], t.values[ERRORS * HALVES + half, :, :], r.product,
+            transpose_B=True, clear_accum=half == 0,
+        )  # fmt: skip
+    T.wgmma_gemm(t.tokens[rows, :, :], t.tokens[keys, :, :], r.scores, transpose_B=True, clear_accum=True)
+    T.wait_wgmma(0)
+
+
+@T.macro
+def weigh(thread, t, r, slot, staged):
+    """r.weights: decay from a token, the column, to the same or a later one, the row, times the norm of the column's key."""
     for a in T.Parallel(CHUNK):
-        r.strength[a] = t.rows[0, ROW_STRENGTH, a]
-    read_rows(t, r, slot, rows, KEYS, -1.0)
+        r.decay[a] = t.rows[staged, ROW_DECAY, a]
+        r.gap[a] = distance(thread, a)
+    for a, c in T.Parallel(CHUNK, CHUNK):
+        is_read = r.gap[a] >= column_of_quad(c)
+        since = T.exp2(T.Select(is_read, r.decay[a] - t.rows[staged, ROW_DECAY, c], VANISHING))
+        r.weights[a, c] = since * t.norms[slot, NORM_KEY, c]
+
+
+@T.macro
+def weigh_pairs(t, r, slot, staged, rows, source, scale):
+    """t.pairs: what queries or keys, the rows, read of the columns, with all scales of row and column.
+
+    r.pairs gains what a pair of tokens adds to the gradient of beta of the column.
+    """
     for a in T.Parallel(CHUNK):
-        r.read[a] = r.norm[a] * (r.sum[a] + r.factor[a] * r.dot[a])
-    rows_read(t, r, slot, rows, scale)
+        r.factor[a] = T.Select(source == QUERIES, scale, -1.0) * t.norms[slot, source, a]
+    for a, c in T.Parallel(CHUNK, CHUNK):
+        r.product[a, c] *= r.weights[a, c] * r.factor[a]
+    if source == KEYS:
+        for a, c in T.Parallel(CHUNK, CHUNK):
+            r.product[a, c] = T.Select(r.gap[a] == column_of_quad(c), 0.0, r.product[a, c])
+    if rows < CHUNK:
+        for a, c in T.Parallel(CHUNK, CHUNK):
+            r.product[a, c] = T.Select(a < rows, r.product[a, c], 0.0)
+    for a, c in T.Parallel(CHUNK, CHUNK):
+        r.pairs[a, c] += r.scores[a, c] * r.product[a, c]
+    T.sync_warp()  # shared memory is read after it: what is read earlier and held does not fit in registers
+    for a, c in T.Parallel(CHUNK, CHUNK):
+        t.pairs[staged * SOURCES + source, a, c] = r.product[a, c] * t.rows[staged, ROW_STRENGTH, c]
+
+
+@T.macro
+def sum_pairs(thread, t, r, staged):
+    """Sums over rows and columns of r.pairs, which is spent; a token and itself apart, since no gate is between them."""
+    for a, c in T.Parallel(CHUNK, CHUNK):
+        if r.gap[a] == column_of_quad(c):
+            t.parts[staged, PART_OWN, a] = r.pairs[a, c]
+            r.pairs[a, c] = 0.0
+    for group, c in T.Parallel(COLUMN_GROUPS, CHUNK):
+        r.columns[group, c] = r.pairs[group // 8 * 16 + group % 8, c]
+    for group, c in T.Parallel(COLUMN_GROUPS, CHUNK):
+        r.columns[group, c] += r.pairs[group // 8 * 16 + group % 8 + 8, c]
+    for group, c in T.Parallel(COLUMN_GROUPS, CHUNK):
+        t.columns[group, c] = r.columns[group, c]
+    for a, c in T.Parallel(CHUNK, CHUNK):
+        r.pairs[a, c] *= t.rows[staged, ROW_STRENGTH, c]
+    T.reduce_sum(r.pairs, r.sum, dim=1)
     for a in T.Parallel(CHUNK):
-        r.factor[a] = T.exp2(t.rows[0, ROW_DECAY, CHUNK - 1] - r.decay[a])
-    multiply_state(r, t.errors, 0, t.dstates)
-    for a, c in T.Parallel(CHUNK, HEAD_DIM):
-        r.grad[a, c] += r.product[a, c] * (r.factor[a] * r.strength[a])
-    row_dots(r, t.tokens, slot * SOURCES + KEYS)
-    release_halves(thread, b)
-    wait(b.parts_free, heads % SLOTS, phase_before(heads, SLOTS))
-    for a in T.Parallel(CHUNK):
-        t.parts[heads % SLOTS, PART_BETA, a] = r.norm[a] * (r.sum[a] + r.factor[a] * r.dot[a])
-    for a in T.Parallel(CHUNK):
-        t.parts[heads % SLOTS, PART_KEY, a] = r.read[a] - r.norm[a] * r.strength[a] * r.strict[a]
-    for a in T.Parallel(CHUNK):
-        t.parts[heads % SLOTS, PART_STATE, a] = r.norm[a] * r.strength[a] * r.factor[a] * r.dot[a]
-    for a in T.Parallel(CHUNK):
-        t.parts[heads % SLOTS, PART_DECAY, a] = r.decay[a]
-    arrive(b.parts_ready, heads % SLOTS, thread)
+        t.parts[staged, PART_PAIRS, a] = r.sum[a]
+
+
+@T.macro
+def pair_head(thread, t, b, r, works, heads, rows, scale):
+    """Pairs of tokens of one head, for the warpgroups that own gradients, and their part of dg and dbeta.
+
+    Keys read strictly earlier tokens, queries their own too.
+    """
+    slot, staged = same_slot(works), heads % SLOTS
+    wait(b.rows_ready, staged, phase(heads, SLOTS))
+    weigh(thread, t, r, slot, staged)
+    wait(b.errors_ready, 0, phase(heads, 1))
+    T.clear(r.pairs)
+    for turn in T.serial(SOURCES):
+        source = KEYS - turn
+        if turn == 0:
+            wait(b.dv_ready, 0, phase(heads, 1))
+        else:
+            wait(b.dout_ready, 0, phase(heads, 1))
+        multiply_pairs(t, r, slot, source)
+        if turn == 0:
+            arrive(b.dv_free, 0, thread)
+            wait(b.pairs_free, staged, phase_before(heads, SLOTS))
+        else:
+            arrive(b.dout_free, 0, thread)
+            arrive(b.errors_free, 0, thread)
+        weigh_pairs(t, r, slot, staged, rows, source, scale)
+    T.fence_proxy_async()
+    arrive(b.pairs_ready, staged, thread)
+    wait(b.parts_free, staged, phase_before(heads, SLOTS))
+    wait(b.parts_free, (heads + 1) % SLOTS, phase_before(heads + 1, SLOTS))  # sums over columns have one place
+    sum_pairs(thread, t, r, staged)
+    arrive(b.rows_free, staged, thread)
+    arrive(b.parts_ready, staged, thread)
 
 
 @T.macro
 def write_gradient(dtype, t, r, slot, source, out, first, rows, head, use_l2norm):
     """Rows of a gradient, without the part along the rows themselves if they are normalised."""
-    for a, c in T.Parallel(CHUNK, HEAD_DIM):
-        r.product[a, c] = r.grad[a, c]
-    row_dots(r, t.tokens, slot * SOURCES + source)
-    for a in T.Parallel(CHUNK):
-        r.dot[a] = T.Select(use_l2norm != 0, r.dot[a] * r.norm[a] * r.norm[a], 0.0)
+    if use_l2norm != 0:
+        for a, c in T.Parallel(CHUNK, HEAD_DIM):
+            r.product[a, c] = r.grad[a, c] * T.cast(t.tokens[slot * SOURCES + source, a, c], FLOAT32)
+        T.reduce_sum(r.product, r.dot, dim=1)
+        for a in T.Parallel(CHUNK):
+            r.dot[a] *= r.norm[a] * r.norm[a]
+        T.sync_warp()
+        for a, c in T.Parallel(CHUNK, HEAD_DIM):
+            r.grad[a, c] -= r.dot[a] * T.cast(t.tokens[slot * SOURCES + source, a, c], FLOAT32)
     for a, c in T.Parallel(CHUNK, HEAD_DIM):
         if a < rows:
-            along = r.dot[a] * T.cast(t.tokens[slot * SOURCES + source, a, c], FLOAT32)
-            out[first + a, head, c] = T.cast(r.norm[a] * (r.grad[a, c] - along), dtype)
+            out[first + a, head, c] = T.cast(r.grad[a, c], dtype)
 
 
 @T.macro
@@ -258,22 +347,14 @@ def find_work(work, place, chunks, count, key_heads, blocks, turn, block):
 
 
 @T.macro
-def load_half(thread, t, b, slot, head, token, half, heads, dout, dv, errors, states, dstates, row_scales):
-    column = half * VALUE_TILE
-    wait(b.half_free, half, phase_before(heads, 1))
-    T.tma_copy(
-        dout[token : token + CHUNK, head, column : column + VALUE_TILE], t.grads[half, :, :], barrier=b.half_ready[half]
-    )
-    T.tma_copy(
-        dv[token : token + CHUNK, head, column : column + VALUE_TILE],
-        t.grads[HALVES + half, :, :],
-        barrier=b.half_ready[half],
-    )
-    T.tma_copy(errors[slot, head, half, :, :], t.errors[half, :, :], barrier=b.half_ready[half])
-    T.tma_copy(states[slot, head, half, :, :], t.states[half, :, :], barrier=b.half_ready[half])
-    T.tma_copy(dstates[slot, head, half, :, :], t.dstates[half, :, :], barrier=b.half_ready[half])
-    T.tma_copy(row_scales[slot, head, :, :], t.rows[half, :, :], barrier=b.half_ready[half])
-    arrive(b.half_ready, half, thread)
+def look_ahead(work, ahead, chunks, count, key_heads, blocks, turn, block):
+    """ahead = first token and rows of the next turn's chunk, which are on their way while this one is worked on."""
+    work = (turn + 1) * blocks + block
+    ahead[0] = 0
+    ahead[1] = 0
+    if work < count:
+        ahead[0] = chunks[T.truncdiv(work, key_heads), CHUNK_FIRST_TOKEN]
+        ahead[1] = chunks[T.truncdiv(work, key_heads), CHUNK_ROWS]
 
 
 @T.macro
@@ -289,70 +370,89 @@ def load_tokens(thread, t, b, place, works, q, k, norms):
 
 
 @T.macro
-def pair_half(dtype, t, half, lane, sums):
-    """sums += <S, dS> of this thread's share of 64 value rows."""
-    one, other = T.alloc_local((EIGHT,), dtype), T.alloc_local((EIGHT,), dtype)
-    for turn in T.serial(VALUE_TILE * HEAD_DIM // EIGHT // PAIR_THREADS):
-        row, column = (turn * PAIR_THREADS + lane) // (HEAD_DIM // EIGHT), lane % (HEAD_DIM // EIGHT) * EIGHT
-        for e in T.vectorized(EIGHT):
-            one[e] = t.states[half, row, column + e]
-        for e in T.vectorized(EIGHT):
-            other[e] = t.dstates[half, row, column + e]
-        for e in T.unroll(EIGHT):
-            sums[e % 2] += T.cast(one[e], FLOAT32) * T.cast(other[e], FLOAT32)
-
-
-@T.macro
-def pair_head(thread, dtype, t, b, heads, lane):
-    """gamma_end <S, dS> of one head; two warps, a partial sum each."""
-    sums, decay = T.alloc_local((2,), FLOAT32), T.alloc_var(FLOAT32)
-    for e in T.unroll(2):
-        sums[e] = 0.0
-    decay = 0.0
+def load_head(thread, t, b, slot, head, token, heads, dout, dv, errors, row_scales):
+    """Tiles of a head but states, in the order in which they are wanted."""
+    staged = heads % SLOTS
+    wait(b.rows_free, staged, phase_before(heads, SLOTS))
+    T.tma_copy(row_scales[slot, head, :, :], t.rows[staged, :, :], barrier=b.rows_ready[staged])
+    arrive(b.rows_ready, staged, thread)
+    wait(b.errors_free, 0, phase_before(heads, 1))
     for half in BOTH_HALVES:
-        wait(b.half_ready, half, phase(heads, 1))
-        pair_half(dtype, t, half, lane, sums)
-        decay = T.exp2(t.rows[half, ROW_DECAY, CHUNK - 1])
-        arrive(b.half_free, half, thread)
-    sums[0] += sums[1]
-    for step in T.unroll(5):
-        sums[0] += T.shfl_xor(sums[0], 1 << step)
-    wait(b.parts_free, heads % SLOTS, phase_before(heads, SLOTS))
-    if lane % WARP == 0:
-        t.pair[heads % SLOTS, lane // WARP] = sums[0] * decay
-    arrive(b.parts_ready, heads % SLOTS, thread)
+        T.tma_copy(errors[slot, head, half, :, :], t.values[ERRORS * HALVES + half, :, :], barrier=b.errors_ready[0])
+    arrive(b.errors_ready, 0, thread)
+    wait(b.dv_free, 0, phase_before(heads, 1))
+    for half in BOTH_HALVES:
+        column = half * VALUE_TILE
+        T.tma_copy(
+            dv[token : token + CHUNK, head, column : column + VALUE_TILE],
+            t.values[DV * HALVES + half, :, :],
+            barrier=b.dv_ready[0],
+        )
+    arrive(b.dv_ready, 0, thread)
+    wait(b.dout_free, 0, phase_before(heads, 1))
+    for half in BOTH_HALVES:
+        column = half * VALUE_TILE
+        T.tma_copy(
+            dout[token : token + CHUNK, head, column : column + VALUE_TILE],
+            t.values[DOUT * HALVES + half, :, :],
+            barrier=b.dout_ready[0],
+        )
+    arrive(b.dout_ready, 0, thread)
 
 
 @T.macro
-def sum_head(thread, t, b, heads, lane, first, rows, head, dg, dbeta):
-    """dg and dbeta of one head from its parts: a gate acts on everything behind it, so its gradient is a sum from there on."""
-    slot = heads % SLOTS
-    state, beta, decay = (T.alloc_local((2,), FLOAT32) for _ in range(3))
-    total, carried, gate = T.alloc_local((2,), FLOAT32), T.alloc_var(FLOAT32), T.alloc_var(FLOAT32)
+def load_states(thread, t, b, slot, head, heads, states, dstates):
+    wait(b.dstates_free, 0, phase_before(heads, 1))
+    for half in BOTH_HALVES:
+        T.tma_copy(
+            dstates[slot, head, half, :, :], t.squares[DSTATES * HALVES + half, :, :], barrier=b.dstates_ready[0]
+        )
+    arrive(b.dstates_ready, 0, thread)
+    wait(b.states_free, 0, phase_before(heads, 1))
+    for half in BOTH_HALVES:
+        T.tma_copy(states[slot, head, half, :, :], t.squares[STATES * HALVES + half, :, :], barrier=b.states_ready[0])
+    arrive(b.states_ready, 0, thread)
+
+
+@T.macro
+def sum_head(thread, t, b, heads, first, rows, head, dg, dbeta):
+    """dg and dbeta of one head from its parts: a gate acts on all that is behind it, so its gradient is a sum from there."""
+    slot, lane = heads % SLOTS, T.shfl_xor(thread % WARP, 0)  # of the lane itself the compiler would keep many sums
+    beta, total = T.alloc_local((2,), FLOAT32), T.alloc_local((2,), FLOAT32)
+    carried, state, gate = (T.alloc_var(FLOAT32) for _ in range(3))
+    wait(b.rows_ready, slot, phase(heads, SLOTS))
     wait(b.parts_ready, slot, phase(heads, SLOTS))
     for e in T.unroll(2):
+        beta[e] = 0.0
+    for group in T.serial(COLUMN_GROUPS):
+        for e in T.vectorized(2):
+            beta[e] += t.columns[group, 2 * lane + e]
+    carried = 0.0
+    for e in T.unroll(2):
         row = 2 * lane + e
-        beta[e] = t.parts[slot, PART_BETA, row]
-        state[e] = T.Select(row < rows - 1, t.parts[slot, PART_STATE, row], 0.0)
-        total[e] = t.parts[slot, PART_QUERY, row] + t.parts[slot, PART_KEY, row]
-        total[e] = T.Select(row < rows, total[e] - state[e], 0.0)
-        decay[e] = t.parts[slot, PART_DECAY, row]
-    carried = state[0] + state[1]
+        total[e] = t.parts[slot, PART_PAIRS, row] - t.rows[slot, ROW_STRENGTH, row] * beta[e]
+        total[e] += t.parts[slot, PART_QUERY, row] + t.parts[slot, PART_READ, row]
+        state = t.parts[slot, PART_STATE, row]
+        beta[e] += t.parts[slot, PART_OWN, row] + state
+        if row < rows:
+            dbeta[first + row, head] = beta[e]
+        state = T.Select(row < rows - 1, state * t.rows[slot, ROW_STRENGTH, row], 0.0)
+        total[e] = T.Select(row < rows, total[e] - state, 0.0)
+        carried += state + T.exp2(t.rows[slot, ROW_DECAY, CHUNK - 1]) * t.parts[slot, PART_TRACE, row]
+    arrive(b.parts_free, slot, thread)
     for step in T.unroll(5):
         carried += T.shfl_xor(carried, 1 << step)
-    carried += t.pair[slot, 0] + t.pair[slot, 1]
     for e in T.unroll(2):
         total[e] += T.Select(2 * lane + e == rows - 1, carried, 0.0)
-    arrive(b.parts_free, slot, thread)
     total[0] += total[1]
     for step in T.unroll(5):
         carried = T.shfl_down(total[0], 1 << step)
         total[0] += T.Select(lane + (1 << step) < WARP, carried, 0.0)
     carried = T.shfl_down(total[0], 1)
     total[1] += T.Select(lane + 1 < WARP, carried, 0.0)
-    carried = T.shfl_up(decay[1], 1)
     for e in T.unroll(2):
-        if 2 * lane + e < rows:
-            gate = decay[e] - T.if_then_else(e == 1, decay[0], T.Select(lane > 0, carried, 0.0))
-            dg[first + 2 * lane + e, head] = T.Select(gate < STRONGEST_GATE + ROUNDING, 0.0, total[e])
-            dbeta[first + 2 * lane + e, head] = beta[e]
+        row = 2 * lane + e
+        gate = t.rows[slot, ROW_DECAY, row] - T.if_then_else(row > 0, t.rows[slot, ROW_DECAY, row - 1], 0.0)
+        if row < rows:
+            dg[first + row, head] = T.Select(gate < STRONGEST_GATE + ROUNDING, 0.0, total[e])
+    arrive(b.rows_free, slot, thread)

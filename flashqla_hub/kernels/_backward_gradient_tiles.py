@@ -3,28 +3,29 @@
 import tilelang.language as T
 
 from ._backward_scan_tiles import phase, phase_before
-from ._sm90 import BACKWARD_GRADIENTS, CHUNK, HEAD_DIM, NORM_VECTORS, ROW_VECTORS, VALUE_TILE
+from ._sm90 import BACKWARD_GRADIENTS, CHUNK, HEAD_DIM, NORM_VECTORS, ROW_VECTORS, VALUE_TILE, WARP
 from ._tile import Group
 from .protocol import Barriers as BarrierSlots
 from .protocol import Protocol, arrive, done, read, wait, write
 from .protocol import Tiles as TileSlots
 
-HALVES = HEAD_DIM // VALUE_TILE  # of the value columns, and of the key columns
+HALVES = HEAD_DIM // VALUE_TILE  # of the value columns
 BOTH_HALVES = tuple(range(HALVES))  # for loops that are unrolled before the compiler sees them
-STRIP = 32  # columns of a strip of pairs
-STRIPS = CHUNK // STRIP
 SOURCES = 2
-QUERIES, KEYS = range(SOURCES)  # q with do, k with dv
-SLOTS = 2  # chunks of q and k, and heads of parts, in flight
-PARTS = 5
-PART_QUERY, PART_KEY, PART_BETA, PART_STATE, PART_DECAY = range(PARTS)
+QUERIES, KEYS = range(SOURCES)  # of rows that read: queries with do, keys with dv
+ERRORS, DOUT, DV = range(1 + SOURCES)  # of `values`
+DSTATES, STATES = range(2)  # of `squares`
+SLOTS = BACKWARD_GRADIENTS.slots
+PART_PAIRS, PART_OWN, PART_QUERY, PART_STATE, PART_READ, PART_TRACE = range(BACKWARD_GRADIENTS.parts)
+COLUMN_GROUPS = BACKWARD_GRADIENTS.column_groups
 HEADS_OF_A_TRIP = 2  # value heads of a key head, in the protocol
 
 
 class Tiles(Group):
-    """Shared memory: q and k in `tokens`, do and dv in `grads`, by source and slot or half of the value columns.
+    """Shared memory: q and k in `tokens` by slot and source; tiles of a head by halves of the value columns.
 
-    `parts` holds a head's contributions to dg and dbeta.
+    `pairs` holds what queries, and keys, read of a token. `parts` and `columns` hold a head's contributions to dg and dbeta, the
+    latter sums over a few rows each.
     """
 
     suffix = "_smem"
@@ -32,13 +33,13 @@ class Tiles(Group):
     def __init__(self, dtype):
         self.tokens = T.alloc_shared((SLOTS * SOURCES, CHUNK, HEAD_DIM), dtype)
         self.norms = T.alloc_shared((SLOTS, NORM_VECTORS, CHUNK), "float32")
-        self.grads = T.alloc_shared((SOURCES * HALVES, CHUNK, VALUE_TILE), dtype)
-        self.errors = T.alloc_shared((HALVES, CHUNK, VALUE_TILE), dtype)
-        self.states = T.alloc_shared((HALVES, VALUE_TILE, HEAD_DIM), dtype)
-        self.dstates = T.alloc_shared((HALVES, VALUE_TILE, HEAD_DIM), dtype)
-        self.rows = T.alloc_shared((HALVES, ROW_VECTORS, CHUNK), "float32")
-        self.parts = T.alloc_shared((SLOTS, PARTS, CHUNK), "float32")
-        self.pair = T.alloc_shared((SLOTS, BACKWARD_GRADIENTS.pair_warps), "float32")
+        self.rows = T.alloc_shared((SLOTS, ROW_VECTORS, CHUNK), "float32")
+        self.values = T.alloc_shared(((1 + SOURCES) * HALVES, CHUNK, VALUE_TILE), dtype)
+        self.squares = T.alloc_shared((2 * HALVES, VALUE_TILE, HEAD_DIM), dtype)
+        self.pairs = T.alloc_shared((SLOTS * SOURCES, CHUNK, CHUNK), dtype)
+        self.parts = T.alloc_shared((SLOTS, BACKWARD_GRADIENTS.parts, CHUNK), "float32")
+        padded = CHUNK + BACKWARD_GRADIENTS.column_padding
+        self.columns = T.alloc_shared((COLUMN_GROUPS, padded), "float32")
 
 
 class Barriers(Group):
@@ -49,98 +50,196 @@ class Barriers(Group):
             setattr(self, name, T.alloc_barrier([arrivals] * BACKWARD_GRADIENTS.barrier_slots[name]))
 
 
-class QueryRegisters(Group):
-    """Of the warpgroup that owns the rows of dq."""
+class GradientRegisters(Group):
+    """Of a warpgroup that owns the rows of dq or dk."""
 
-    def __init__(self, dtype, suffix):
+    def __init__(self, suffix):
         object.__setattr__(self, "suffix", suffix)
-        strip, wide, row = (CHUNK, STRIP), (CHUNK, HEAD_DIM), (CHUNK,)
+        wide, row = (CHUNK, HEAD_DIM), (CHUNK,)
         self.grad = T.alloc_fragment(wide, "float32")
         self.product = T.alloc_fragment(wide, "float32")
-        # Pairs of tokens are formed in strips of columns: squares of them do not fit beside the gradient.
-        self.pairs = T.alloc_fragment(strip, "float32")
-        self.scores = T.alloc_fragment(strip, "float32")
-        self.left = T.alloc_fragment(strip, dtype)
-        self.decay = T.alloc_fragment(row, "float32")
-        self.factor = T.alloc_fragment(row, "float32")
         self.norm = T.alloc_fragment(row, "float32")
+        self.factor = T.alloc_fragment(row, "float32")
         self.dot = T.alloc_fragment(row, "float32")
+
+
+class QueryRegisters(GradientRegisters):
+    """Of the warpgroup that owns the rows of dq."""
+
+    def __init__(self, suffix):
+        super().__init__(suffix)
+        self.trace = T.alloc_fragment((VALUE_TILE, VALUE_TILE), "float32")
+        self.gap = T.alloc_fragment((CHUNK,), "int32")
+
+
+class KeyRegisters(GradientRegisters):
+    """Of the warpgroup that owns the rows of dk."""
+
+    def __init__(self, suffix):
+        super().__init__(suffix)
+        self.reach = T.alloc_fragment((CHUNK,), "float32")
+
+
+class PairRegisters(Group):
+    """Of the warpgroup that forms the pairs of tokens of a chunk."""
+
+    def __init__(self, suffix):
+        object.__setattr__(self, "suffix", suffix)
+        square, row = (CHUNK, CHUNK), (CHUNK,)
+        self.product = T.alloc_fragment(square, "float32")
+        self.scores = T.alloc_fragment(square, "float32")
+        self.pairs = T.alloc_fragment(square, "float32")
+        self.weights = T.alloc_fragment(square, "float32")
+        self.columns = T.alloc_fragment((COLUMN_GROUPS, CHUNK), "float32")
+        self.factor = T.alloc_fragment(row, "float32")
+        self.decay = T.alloc_fragment(row, "float32")
+        self.gap = T.alloc_fragment(row, "int32")
         self.sum = T.alloc_fragment(row, "float32")
 
 
-class KeyRegisters(QueryRegisters):
-    """Of the warpgroup that owns the rows of dk."""
+def column_fragment():
+    """Registers of sums over the two rows of a square accumulator that a thread has of each column."""
 
-    def __init__(self, dtype, suffix):
-        super().__init__(dtype, suffix)
-        row = (CHUNK,)
-        self.strength = T.alloc_fragment(row, "float32")
-        self.read = T.alloc_fragment(row, "float32")
-        self.strict = T.alloc_fragment(row, "float32")
+    def place(group, column):
+        thread = group // 8 * WARP + group % 8 * 4 + column % 8 // 2
+        return thread, column // 8 * 2 + column % 2
 
-
-def _consumer(name):
-    """A warpgroup of rows: both halves of every head, its part of dg and dbeta, then its rows of dq or dk."""
-    warps = BACKWARD_GRADIENTS.consumer.warps
-
-    def role(trips):
-        for i in range(trips):
-            slot = i % SLOTS
-            yield wait("tokens_ready", slot, phase(i, SLOTS))
-            yield read("tokens", slot, i)
-            for head in range(i * HEADS_OF_A_TRIP, (i + 1) * HEADS_OF_A_TRIP):
-                for half in range(HALVES):
-                    yield wait("half_ready", half, phase(head, 1))
-                    yield read("half", half, head)
-                for half in range(HALVES):
-                    yield done("half", half, head)
-                    yield arrive("half_free", half, warps)
-                yield wait("parts_free", head % SLOTS, phase_before(head, SLOTS))
-                yield write(f"parts_{name}", head % SLOTS, head)
-                yield arrive("parts_ready", head % SLOTS, warps)
-            yield done("tokens", slot, i)
-            yield arrive("tokens_free", slot, warps)
-
-    return role
+    return T.Fragment((COLUMN_GROUPS, CHUNK), forward_fn=place)
 
 
-def _pair_states(trips):
-    warps = BACKWARD_GRADIENTS.pair_warps
-    for head in range(trips * HEADS_OF_A_TRIP):
-        for half in range(HALVES):
-            yield wait("half_ready", half, phase(head, 1))
-            yield read("half", half, head)
-            yield done("half", half, head)
-            yield arrive("half_free", half, warps)
-        yield wait("parts_free", head % SLOTS, phase_before(head, SLOTS))
-        yield write("parts_pair", head % SLOTS, head)
-        yield arrive("parts_ready", head % SLOTS, warps)
+READERS = {
+    "rows": ("queries", "keys", "pairs", "sum"),
+    "errors": ("keys", "pairs"),
+    "dv": ("keys", "pairs"),
+    "dout": ("queries", "pairs"),
+    "dstates": ("queries", "keys"),
+    "states": ("queries", "keys"),
+}
+"""Who reads the tiles of a head; the first four are loaded by one warp, the others by another, in this order."""
+
+STATE_TILES = ("dstates", "states")
+CONSUMERS = ("queries", "keys", "pairs")
+WARPS = {name: getattr(BACKWARD_GRADIENTS, name).warps for name in CONSUMERS} | {"sum": 1}
+
+
+def _slots(name):
+    return BACKWARD_GRADIENTS.barrier_slots[f"{name}_ready"]
+
+
+def _take(name, trip):
+    slots = _slots(name)
+    yield wait(f"{name}_ready", trip % slots, phase(trip, slots))
+    yield read(name, trip % slots, trip)
+
+
+def _leave(role, name, trip):
+    slot = trip % _slots(name)
+    yield done(name, slot, trip)
+    yield arrive(f"{name}_free", slot, WARPS[role])
+
+
+def _heads(trip):
+    return range(trip * HEADS_OF_A_TRIP, (trip + 1) * HEADS_OF_A_TRIP)
+
+
+def _queries(trips):
+    for i in range(trips):
+        yield from _take("tokens", i)
+        for head in _heads(i):
+            for name in ("rows", "dstates", "states"):
+                yield from _take(name, head)
+            yield from _leave("queries", "rows", head)
+            yield from _leave("queries", "dstates", head)
+            yield wait("parts_free", head % SLOTS, phase_before(head, SLOTS))
+            yield write("parts_queries", head % SLOTS, head)
+            yield from _take("dout", head)
+            for name in ("dout", "states"):
+                yield from _leave("queries", name, head)
+            yield arrive("parts_ready", head % SLOTS, WARPS["queries"])
+            yield from _take("pairs", head)
+            yield from _leave("queries", "pairs", head)
+        yield from _leave("queries", "tokens", i)
+
+
+def _keys(trips):
+    for i in range(trips):
+        yield from _take("tokens", i)
+        for head in _heads(i):
+            slot = head % SLOTS
+            yield from _take("rows", head)
+            yield wait("parts_free", slot, phase_before(head, SLOTS))
+            for name in ("errors", "dstates"):
+                yield from _take(name, head)
+            for name in ("errors", "dstates"):
+                yield from _leave("keys", name, head)
+            yield write("parts_keys", slot, head)
+            for name in ("dv", "states"):
+                yield from _take(name, head)
+            for name in ("dv", "states", "rows"):
+                yield from _leave("keys", name, head)
+            yield arrive("parts_ready", slot, WARPS["keys"])
+            yield from _take("pairs", head)
+            yield from _leave("keys", "pairs", head)
+        yield from _leave("keys", "tokens", i)
+
+
+def _pairs(trips):
+    for i in range(trips):
+        yield from _take("tokens", i)
+        for head in _heads(i):
+            slot = head % SLOTS
+            for name in ("rows", "errors", "dv"):
+                yield from _take(name, head)
+            yield from _leave("pairs", "dv", head)
+            yield wait("pairs_free", slot, phase_before(head, SLOTS))
+            yield write("pairs", slot, head)
+            yield from _take("dout", head)
+            for name in ("dout", "errors"):
+                yield from _leave("pairs", name, head)
+            yield arrive("pairs_ready", slot, WARPS["pairs"])
+            yield wait("parts_free", slot, phase_before(head, SLOTS))
+            yield write("parts_pairs", slot, head)
+            yield wait("parts_free", (head + 1) % SLOTS, phase_before(head + 1, SLOTS))
+            yield write("columns", 0, head)
+            yield from _leave("pairs", "rows", head)
+            yield arrive("parts_ready", slot, WARPS["pairs"])
+        yield from _leave("pairs", "tokens", i)
 
 
 def _sum_parts(trips):
     for head in range(trips * HEADS_OF_A_TRIP):
         slot = head % SLOTS
+        yield from _take("rows", head)
         yield wait("parts_ready", slot, phase(head, SLOTS))
-        yield from (read(f"parts_{name}", slot, head) for name in PART_WRITERS)
-        yield from (done(f"parts_{name}", slot, head) for name in PART_WRITERS)
+        yield from (read(f"parts_{name}", slot, head) for name in CONSUMERS)
+        yield read("columns", 0, head)
+        yield from (done(f"parts_{name}", slot, head) for name in CONSUMERS)
+        yield done("columns", 0, head)
         yield arrive("parts_free", slot, 1)
+        yield from _leave("sum", "rows", head)
+
+
+def _fill(name, trip):
+    slots = _slots(name)
+    yield wait(f"{name}_free", trip % slots, phase_before(trip, slots))
+    yield write(name, trip % slots, trip)
+    yield arrive(f"{name}_ready", trip % slots, 1)
 
 
 def _load(trips):
     for i in range(trips):
-        slot = i % SLOTS
-        yield wait("tokens_free", slot, phase_before(i, SLOTS))
-        yield write("tokens", slot, i)
-        yield arrive("tokens_ready", slot, 1)
-        for head in range(i * HEADS_OF_A_TRIP, (i + 1) * HEADS_OF_A_TRIP):
-            for half in range(HALVES):
-                yield wait("half_free", half, phase_before(head, 1))
-                yield write("half", half, head)
-                yield arrive("half_ready", half, 1)
+        yield from _fill("tokens", i)
+        for head in _heads(i):
+            for name in READERS:
+                if name not in STATE_TILES:
+                    yield from _fill(name, head)
 
 
-CONSUMERS = ("queries", "keys")
-PART_WRITERS = (*CONSUMERS, "pair")
+def _load_states(trips):
+    for head in range(trips * HEADS_OF_A_TRIP):
+        for name in STATE_TILES:
+            yield from _fill(name, head)
+
 
 BACKWARD_GRADIENTS_PROTOCOL = Protocol(
     barriers={
@@ -149,13 +248,17 @@ BACKWARD_GRADIENTS_PROTOCOL = Protocol(
     },
     tiles={
         "tokens": TileSlots(SLOTS, CONSUMERS),
-        "half": TileSlots(HALVES, (*CONSUMERS, "pair")),
-        **{f"parts_{name}": TileSlots(SLOTS, ("sum",)) for name in PART_WRITERS},
+        **{name: TileSlots(_slots(name), readers) for name, readers in READERS.items()},
+        "pairs": TileSlots(SLOTS, ("queries", "keys")),
+        **{f"parts_{name}": TileSlots(SLOTS, ("sum",)) for name in CONSUMERS},
+        "columns": TileSlots(1, ("sum",)),
     },
     roles={
-        **{name: _consumer(name) for name in CONSUMERS},
-        "pair": _pair_states,
+        "queries": _queries,
+        "keys": _keys,
+        "pairs": _pairs,
         "sum": _sum_parts,
         "load": _load,
+        "load_states": _load_states,
     },
 )

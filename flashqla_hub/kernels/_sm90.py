@@ -233,45 +233,61 @@ class BackwardGradientLayout:
     """Roles, barriers and tiles of the gradient kernel of the backward (`backward_gradients.py`)."""
 
     blocks: int = 132  # one an SM of the GPUs with most; each takes its share of the chunks
-    consumer: Role = Role(WARPS_PER_GROUP, 224)
-    movers: Role = Role(WARPS_PER_GROUP, 56)  # a loader, two warps for <S, dS> and one that sums up
-    consumers: int = 2
-    pair_warps: int = 2
+    slots: int = 2  # chunks of q and k, and heads of row scales, pairs and parts, in flight
+    queries: Role = Role(WARPS_PER_GROUP, 160)
+    keys: Role = Role(WARPS_PER_GROUP, 160)
+    pairs: Role = Role(WARPS_PER_GROUP, 152)
+    movers: Role = Role(WARPS_PER_GROUP, 40)  # two loaders, one warp that sums up and an idle one
+    parts: int = 6
+    column_groups: int = 32  # rows of partial sums over the rows of a 64 x 64 accumulator: one for each (warp, row % 8)
+    column_padding: int = 8  # floats: eight rows of pairs of columns lie in different banks
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return self.queries, self.keys, self.pairs, self.movers
 
     @property
     def threads(self) -> int:
-        return (self.consumers * self.consumer.warps + self.movers.warps) * WARP
+        return sum(role.warps for role in self.roles) * WARP
 
     @property
     def registers(self) -> int:
-        consumers = self.consumers * self.consumer.warps * self.consumer.registers
-        return (consumers + self.movers.warps * self.movers.registers) * WARP
+        return sum(role.warps * role.registers for role in self.roles) * WARP
 
     @property
     def arrivals(self) -> dict[str, int]:
         """Arrivals that complete a phase."""
-        warps = self.consumers * self.consumer.warps
-        return {
-            "tokens_ready": 1,
-            "tokens_free": warps,
-            "half_ready": 1,
-            "half_free": warps + self.pair_warps,
-            "parts_ready": warps + self.pair_warps,
+        queries, keys, pairs = self.queries.warps, self.keys.warps, self.pairs.warps
+        free = {
+            "tokens": queries + keys + pairs,
+            "rows": queries + keys + pairs + 1,
+            "errors": keys + pairs,
+            "dv": keys + pairs,
+            "dout": queries + pairs,
+            "dstates": queries + keys,
+            "states": queries + keys,
+        }
+        loaded = {f"{name}_ready": 1 for name in free} | {f"{name}_free": count for name, count in free.items()}
+        return loaded | {
+            "pairs_ready": pairs,
+            "pairs_free": queries + keys,
+            "parts_ready": queries + keys + pairs,
             "parts_free": 1,
         }
 
     @property
     def barrier_slots(self) -> dict[str, int]:
-        return dict.fromkeys(self.arrivals, 2)
+        once, slotted = dict.fromkeys(self.arrivals, 1), ("tokens", "rows", "pairs", "parts")
+        return once | {f"{name}_{event}": self.slots for name in slotted for event in ("ready", "free")}
 
     def shared_memory(self, dtype: str) -> int:
         """Bytes of all tiles, before alignment."""
         wide, square = CHUNK * HEAD_DIM * BYTES[dtype], CHUNK * CHUNK * BYTES[dtype]
         row = CHUNK * BYTES["float32"]
-        tokens = 2 * (2 * wide + NORM_VECTORS * row)
-        halves = 2 * (2 * wide + 3 * square + ROW_VECTORS * row)
-        parts = 2 * (5 * row + self.pair_warps * BYTES["float32"])
-        return tokens + halves + parts
+        columns = self.column_groups * (CHUNK + self.column_padding) * BYTES["float32"]
+        slotted = 2 * wide + (NORM_VECTORS + ROW_VECTORS + self.parts) * row + 2 * square
+        head = 3 * wide + 2 * HEAD_DIM * HEAD_DIM * BYTES[dtype]  # errors, dv, do; the state and its gradient
+        return self.slots * slotted + head + columns
 
 
 BACKWARD_FACTOR = BackwardFactorLayout()

@@ -1,36 +1,54 @@
 """Gated delta rule, backward: gradients of q, k, g and beta, chunk by chunk; blocks share the chunks out (SM90).
 
-Per value head of a key head, with S before the chunk, dS behind it, errors E, D[t, s] = 2^(G_t - G_s) for s <= t and rows b of
-beta:
+Per value head of a key head, with S before the chunk, dS behind it, errors E, D[t, s] = 2^(G_t - G_s) for s <= t and b the beta
+of the columns:
 
-    queries    dq^ += scale 2^G (dO S^T) + M K^                         M = (dO E^T) D scale b
-    keys       dk^ += -2^G (dV S^T) + M K^                              M = -tril((dV E^T) D b, -1)
-                    + b (2^(G_end - G) (E dS^T) + M Q^ + N K^)          M = (E dO^T) D^T scale, N = -triu((E dV^T) D^T, 1)
+    pairs      M = scale (dO E^T) D b      N = -tril((dV E^T) D b, -1)
+    queries    dq^ += scale 2^G (dO S^T) + M K^
+    keys       dk^ += -2^G (dV S^T) + beta 2^(G_end - G) (E dS^T) + M^T Q^ + (N + N^T) K^
 
-dbeta and the gradient of G are sums over rows of these terms times the row of q^ or k^ itself, in float32: of M times Q^ K^^T
-and the like before M is rounded. The gradient of a gate is the sum of those of G from its token on, in which a pair of tokens
-behind it cancels: both of its sums come from float32. The value heads of a key head are summed in registers, in their order.
-Norms of q and k scale rows and columns, and take their part of the gradient at the end.
+dbeta and the gradient of G are sums over rows and columns of these terms times the row of q^ or k^ itself, in float32: of
+(M / b) Q^ K^^T + (N / b) K^ K^^T, element by element and before M and N are rounded. The gradient of a gate is the sum of those
+of G from its token on, in which a pair of tokens behind it cancels: both of its sums are of the same float32 number. The value
+heads of a key head are summed in registers, in their order. Norms of q and k scale rows and columns of M and N and the rows of
+the other terms, so that q and k are multiplied as they are; they take their part of the gradient at the end.
+
+A tile of a head is loaded anew as soon as its readers are through with it, while they still work on what they formed: bytes are
+what takes longest, and should never stop coming.
 
 Reads        q k [T, H, 128] · dout dv [T, HV, 128] · errors states dstates of `backward_scan.py` · row_scales norms of
              `backward_factor.py` · chunks [slots, 4]
 Writes       dq dk [T, H, 128] · dg dbeta [T, HV] f32, every row of a sequence
 
 Role       threads   registers   per head
-queries    1 x 128   224         rows of dq, their part of dg
-keys       1 x 128   224         rows of dk, their part of dg, dbeta
-loader     1 x 32    56          q and k of two chunks, the two halves of the value columns of a head
-pair       2 x 32    56          <S, dS>
-sum        1 x 32    56          dg and dbeta
+pairs      1 x 128   152         M and N, their part of dg and dbeta
+queries    1 x 128   160         rows of dq, their part of dg, <S, dS>
+keys       1 x 128   160         rows of dk, their part of dg and dbeta
+loader     1 x 32    40          q and k of two chunks, row scales of two heads, E, dV and dO
+loader     1 x 32    40          S and dS
+sum        1 x 32    40          dg and dbeta
+idle       1 x 32    40
 
-Barrier        set by               waited on by            arrivals
-tokens_ready   loader               queries, keys           1 and the bytes
-tokens_free    queries, keys        loader                  8
-half_ready     loader               queries, keys, pair     1 and the bytes
-half_free      queries, keys, pair  loader                  10
-parts_ready    queries, keys, pair  sum                     10
-parts_free     sum                  queries, keys, pair     1
-named 1, 2     a consumer each      the same                128, in a chunk that ends early
+Barrier          set by                    waited on by              arrivals
+tokens_ready     loader                    queries, keys, pairs      1 and the bytes
+tokens_free      queries, keys, pairs      loader                    12
+rows_ready       loader                    consumers, sum            1 and the bytes
+rows_free        consumers, sum            loader                    13
+errors_ready     loader                    keys, pairs               1 and the bytes
+errors_free      keys, pairs               loader                    8
+dv_ready         loader                    keys, pairs               1 and the bytes
+dv_free          keys, pairs               loader                    8
+dout_ready       loader                    queries, pairs            1 and the bytes
+dout_free        queries, pairs            loader                    8
+states_ready     loader                    queries, keys             1 and the bytes
+states_free      queries, keys             loader                    8
+dstates_ready    loader                    queries, keys             1 and the bytes
+dstates_free     queries, keys             loader                    8
+pairs_ready      pairs                     queries, keys             4
+pairs_free       queries, keys             pairs                     8
+parts_ready      queries, keys, pairs      sum                       12
+parts_free       sum                       queries, keys, pairs      1
+named 1, 2, 3    queries, keys, pairs      each its own              128, in a chunk that ends early
 """
 
 import tilelang.language as T
@@ -38,8 +56,10 @@ import tilelang.language as T
 from ._backward_gradient_roles import (
     find_work,
     key_head,
-    load_half,
+    load_head,
+    load_states,
     load_tokens,
+    look_ahead,
     pair_head,
     query_head,
     receive_tokens,
@@ -49,15 +69,16 @@ from ._backward_gradient_roles import (
 )
 from ._backward_gradient_tiles import (
     BACKWARD_GRADIENTS_PROTOCOL,
-    BOTH_HALVES,
     HALVES,
     KEYS,
     QUERIES,
     SLOTS,
     Barriers,
     KeyRegisters,
+    PairRegisters,
     QueryRegisters,
     Tiles,
+    column_fragment,
 )
 from ._sm90 import (
     BACKWARD_GRADIENTS,
@@ -76,13 +97,7 @@ from ._tile import arrive
 
 PROTOCOL = BACKWARD_GRADIENTS_PROTOCOL
 BLOCKS = BACKWARD_GRADIENTS.blocks
-MOVERS = BACKWARD_GRADIENTS.consumers * WARPGROUP  # first thread of the loader
-
-
-def registers_of(dtype):
-    """Registers of a thread that makes queries' gradients, keys' gradients, or moves; their sum is that of the launch."""
-    consumer, mover = BACKWARD_GRADIENTS.consumer.registers, BACKWARD_GRADIENTS.movers.registers
-    return (consumer - 16, consumer + 16, mover) if dtype == "float16" else (consumer, consumer, mover)
+QUERY_ROLE, KEY_ROLE, MOVERS = WARPGROUP, 2 * WARPGROUP, 3 * WARPGROUP  # first threads of roles
 
 
 def build_backward_gradients(dtype):
@@ -90,8 +105,6 @@ def build_backward_gradients(dtype):
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     chunk_slots = T.dynamic("chunk_slots")
     q_t, q_h, k_t, k_h, do_t, do_h = (T.dynamic(name, "int64") for name in ("q_t", "q_h", "k_t", "k_h", "do_t", "do_h"))
-
-    QUERY_REGISTERS, KEY_REGISTERS, MOVER_REGISTERS = registers_of(dtype)
 
     @T.prim_func
     def backward_gradients(
@@ -114,43 +127,74 @@ def build_backward_gradients(dtype):
     ):
         with T.Kernel(BLOCKS, threads=BACKWARD_GRADIENTS.threads) as block:
             t, b = Tiles(dtype), Barriers()
-            of_queries, of_keys = QueryRegisters(dtype, "_queries"), KeyRegisters(dtype, "_keys")
+            of_queries, of_keys = QueryRegisters("_queries"), KeyRegisters("_keys")
+            of_pairs = PairRegisters("_pairs")
+            T.annotate_layout({of_pairs.columns: column_fragment()})
             thread = T.get_thread_binding()
-            place = T.alloc_local((4,), "int32")
-            works, heads, work = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            works, heads, work = 0, 0, 0
-            if thread < WARPGROUP:
-                T.set_max_nreg(QUERY_REGISTERS, 1)
+            if thread < QUERY_ROLE:
+                T.set_max_nreg(BACKWARD_GRADIENTS.pairs.registers, 1)
+                place = T.alloc_local((4,), "int32")
+                works, heads, work = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+                works, heads, work = 0, 0, 0
                 for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
                     find_work(work, place, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
                     if place[3] > 0:
                         slot = works % SLOTS
-                        receive_tokens(dtype, t, b, slot, works, place[3], QUERIES)
+                        receive_tokens(dtype, thread, t, b, slot, works, place[3], 2)
+                        for _ in T.serial(T.truncdiv(value_heads, key_heads)):
+                            pair_head(thread, t, b, of_pairs, works, heads, place[3], scale)
+                            heads += 1
+                        arrive(b.tokens_free, slot, thread)
+                        works += 1
+            elif thread < KEY_ROLE:
+                T.set_max_nreg(BACKWARD_GRADIENTS.queries.registers, 1)
+                first, rows, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+                ahead = T.alloc_local((2,), "int32")
+                works, heads, work = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+                works, heads, work = 0, 0, 0
+                look_ahead(work, ahead, chunks, chunk_slots * key_heads, key_heads, BLOCKS, -1, block)
+                for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
+                    first = ahead[0]
+                    rows = ahead[1]
+                    look_ahead(work, ahead, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
+                    if rows > 0:
+                        slot = works % SLOTS
+                        receive_tokens(dtype, thread, t, b, slot, works, rows, 0)
                         start_rows(t, of_queries, slot, NORM_QUERY)
                         for _ in T.serial(T.truncdiv(value_heads, key_heads)):
-                            query_head(thread, t, b, of_queries, works, heads, place[3], scale)
+                            query_head(thread, t, b, of_queries, works, heads, scale)
                             heads += 1
-                        write_gradient(
-                            dtype, t, of_queries, slot, QUERIES, dq, place[2], place[3], place[1], use_l2norm
-                        )
+                        head = T.truncmod(turn * BLOCKS + block, key_heads)
+                        write_gradient(dtype, t, of_queries, slot, QUERIES, dq, first, rows, head, use_l2norm)
                         arrive(b.tokens_free, slot, thread)
                         works += 1
             elif thread < MOVERS:
-                T.set_max_nreg(KEY_REGISTERS, 1)
+                T.set_max_nreg(BACKWARD_GRADIENTS.keys.registers, 1)
+                first, rows, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+                ahead = T.alloc_local((2,), "int32")
+                works, heads, work = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+                works, heads, work = 0, 0, 0
+                look_ahead(work, ahead, chunks, chunk_slots * key_heads, key_heads, BLOCKS, -1, block)
                 for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
-                    find_work(work, place, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
-                    if place[3] > 0:
+                    first = ahead[0]
+                    rows = ahead[1]
+                    look_ahead(work, ahead, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
+                    if rows > 0:
                         slot = works % SLOTS
-                        receive_tokens(dtype, t, b, slot, works, place[3], KEYS)
+                        receive_tokens(dtype, thread, t, b, slot, works, rows, 1)
                         start_rows(t, of_keys, slot, NORM_KEY)
                         for _ in T.serial(T.truncdiv(value_heads, key_heads)):
-                            key_head(thread, t, b, of_keys, works, heads, place[3], scale)
+                            key_head(thread, t, b, of_keys, works, heads)
                             heads += 1
-                        write_gradient(dtype, t, of_keys, slot, KEYS, dk, place[2], place[3], place[1], use_l2norm)
+                        head = T.truncmod(turn * BLOCKS + block, key_heads)
+                        write_gradient(dtype, t, of_keys, slot, KEYS, dk, first, rows, head, use_l2norm)
                         arrive(b.tokens_free, slot, thread)
                         works += 1
             else:
-                T.set_max_nreg(MOVER_REGISTERS, 0)
+                T.set_max_nreg(BACKWARD_GRADIENTS.movers.registers, 0)
+                place = T.alloc_local((4,), "int32")
+                works, heads, work = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+                works, heads, work = 0, 0, 0
                 for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
                     find_work(work, place, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
                     if place[3] > 0:
@@ -159,15 +203,11 @@ def build_backward_gradients(dtype):
                         for member in T.serial(T.truncdiv(value_heads, key_heads)):
                             head = place[1] * T.truncdiv(value_heads, key_heads) + member
                             if thread < MOVERS + WARP:
-                                for half in BOTH_HALVES:
-                                    load_half(
-                                        thread, t, b, place[0], head, place[2], half, heads, dout, dv, errors, states,
-                                        dstates, row_scales,
-                                    )  # fmt: skip
+                                load_head(thread, t, b, place[0], head, place[2], heads, dout, dv, errors, row_scales)
+                            elif thread < MOVERS + 2 * WARP:
+                                load_states(thread, t, b, place[0], head, heads, states, dstates)
                             elif thread < MOVERS + 3 * WARP:
-                                pair_head(thread, dtype, t, b, heads, thread - MOVERS - WARP)
-                            else:
-                                sum_head(thread, t, b, heads, thread % WARP, place[2], place[3], head, dg, dbeta)
+                                sum_head(thread, t, b, heads, place[2], place[3], head, dg, dbeta)
                             heads += 1
                         works += 1
 

@@ -363,9 +363,9 @@ class BackwardGradientsSpec:
     """Gradients of q, k, g and beta of a chunk and key head, from the states and their gradients."""
 
     dtype: str
-    # Rows that read: 8 + 8 (pairs, scores), 4 (pairs times keys), 8 (state), twice; rows that are read 20, a loop, and 8.
+    # Queries 8 + 4 (state, pairs), keys 8, a loop, and 3 times 4, pairs 8 + 8 (products, scores), a loop.
     minimum_instructions: Mapping[str, int] = field(
-        default_factory=lambda: {"HGMMA": 78, "UTMALDG": 19, "USETMAXREG": 3}
+        default_factory=lambda: {"HGMMA": 48, "UTMALDG": 19, "USETMAXREG": 4}
     )
     pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
 

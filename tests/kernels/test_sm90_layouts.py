@@ -62,7 +62,7 @@ def test_backward_tiles_fit(dtype):
 def test_backward_roles_fit_in_the_register_file():
     gradients = sm90.BACKWARD_GRADIENTS
     assert gradients.registers <= sm90.REGISTER_FILE
-    assert all(role.registers % sm90.REGISTER_STEP == 0 for role in (gradients.consumer, gradients.movers))
+    assert all(role.registers % sm90.REGISTER_STEP == 0 for role in gradients.roles)
 
 
 def test_every_barrier_of_the_backward_completes_with_whole_warps():
@@ -70,8 +70,12 @@ def test_every_barrier_of_the_backward_completes_with_whole_warps():
     for layout in (scan, gradients):
         assert layout.arrivals.keys() == layout.barrier_slots.keys()
     assert scan.arrivals["chunk_free"] == scan.state.warps
-    assert gradients.arrivals["tokens_free"] == gradients.consumers * gradients.consumer.warps
-    assert gradients.arrivals["half_free"] == gradients.arrivals["tokens_free"] + gradients.pair_warps
+    consumers = gradients.queries.warps + gradients.keys.warps + gradients.pairs.warps
+    assert gradients.arrivals["tokens_free"] == gradients.arrivals["parts_ready"] == consumers
+    assert gradients.arrivals["rows_free"] == consumers + gradients.arrivals["parts_free"], (
+        "the warp that sums up reads too"
+    )
+    assert gradients.arrivals["pairs_free"] == gradients.queries.warps + gradients.keys.warps
 
 
 def test_strongest_gate_vanishes_and_keeps_the_sum_of_a_chunk():
