@@ -105,7 +105,7 @@ def backward(
         use_qk_l2norm,
         False,
         wants_dh0,
-        PLANS["off" if q.dtype == torch.float16 else plan],  # no GPU has run segments of a backward in float16 yet
+        PLANS["off" if q.dtype == torch.float16 else plan],  # no GPU has judged segments in float16 yet
     )
     return dq, dk, dv, dg.to(g.dtype), dbeta.to(beta.dtype), dh0
 
