@@ -135,7 +135,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.wait:
         get_ready(implementation, ops, args.rows, mixes[0])
         print('{"ready": true}', flush=True)
-        sys.stdin.readline()
+        if not sys.stdin.readline():  # who started it has ended, and others may be using the GPU
+            return
     for op, gates, text in itertools.product(ops, mixes, args.rows):
         row = Row.parse(text)
         try:

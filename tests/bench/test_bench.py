@@ -347,6 +347,10 @@ def test_a_worker_says_that_it_is_ready_waits_and_prints_a_line_a_row(monkeypatc
     assert asked == ["ready", *((op, gates, row, 2.0, gates == "zero") for op, gates, row in every)]
     assert lines[0] == {"ready": True} and [(x["op"], x["gates"], x["row"]) for x in lines[1:]] == every
     assert lines[1]["ms"] == 1.0 and lines[2]["skipped"].startswith("RuntimeError: it broke")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))  # nobody is left to tell it
+    asked.clear()
+    worker.main(["--impl", "flashqla", *options, *rows])
+    assert asked == ["ready"]
 
 
 class Exact:
