@@ -8,7 +8,7 @@
     y = out_proj(RMS norm(o) * act(z))
 
 The cast order is that of transformers, but beta is not rounded to the model's dtype. Between the projections and the norm
-q, k and v are views: nothing is transposed, repeated per value head or copied.
+nothing is transposed, repeated per value head or copied. For inference the convolution divides by the norms of q and k.
 
 A call that is out of the ordinary goes to the forward of the layer's class, which `kernels` leaves in place, with one
 notice that says why.
