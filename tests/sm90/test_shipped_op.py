@@ -188,7 +188,7 @@ def test_calls_keep_no_memory(forward, expected):
 def test_states_without_tokens_stay(forward):
     empty = [tensor[:, :0] for tensor in make_inputs()]
     state = torch.randn(2, HV, 128, 128, device="cuda")
-    o, final_state, _ = forward(*empty, state, offsets((0, 0)), 1.0, False, False, True, 0)
+    o, final_state = forward(*empty, state, offsets((0, 0)), 1.0, False, False, True, 0)
     assert o.shape == (1, 0, HV, 128)
     assert torch.equal(final_state, state)
 
