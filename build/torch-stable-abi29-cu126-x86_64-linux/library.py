@@ -1,4 +1,4 @@
-"""What the operators share of torch.library and of the compiled ops: how an op is defined, and memory that loads want."""
+"""What the operators share of torch.library and of the compiled ops: how one is defined and called, and what it can load."""
 
 from typing import Callable, Optional
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from ._ops import add_op_namespace_prefix
 
 BASE_ALIGNMENT = 16  # bytes of a vector load and of a tile's first address
+NO_MEMORY = "could not allocate"  # how the library says that PyTorch's allocator failed
 
 
 def define_op(
@@ -24,6 +25,23 @@ def define_op(
     torch.library.register_fake(qualified, fake)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context)
+
+
+def call_op(op: Callable, *arguments):
+    """What the compiled op returns. Lack of memory, of which its C interface cannot tell, is PyTorch's own error."""
+    try:
+        return op(*arguments)
+    except RuntimeError as error:
+        if NO_MEMORY in str(error):
+            raise torch.OutOfMemoryError(str(error)) from None
+        raise
+
+
+def narrow_indices(indices: Optional[Tensor], rows: int) -> Optional[Tensor]:
+    """Indices into `rows` rows as int32; what lies outside stays outside, where half of a 64-bit number may not."""
+    if indices is None or indices.dtype == torch.int32:
+        return aligned(indices)
+    return indices.clamp(-1, rows).to(torch.int32)
 
 
 def aligned(x: Optional[Tensor]) -> Optional[Tensor]:

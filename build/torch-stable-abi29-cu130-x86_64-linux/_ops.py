@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_ef24863c0e77"
+NAMESPACE = "_flashqla_166bdfdecbf0"
 ops = getattr(torch.ops, NAMESPACE)
 
 

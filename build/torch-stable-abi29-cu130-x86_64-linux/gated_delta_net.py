@@ -1,14 +1,14 @@
 """The GatedDeltaNet layer of Qwen3.5, Qwen3-Next and Qwen4-Exp, from hidden states to hidden states.
 
     x = mask * hidden states                       zero where there is padding
-    qkv, z, b, a = projections(x)                  modules of the layer, called as such: adapters, shards and hooks count
+    qkv, z, b, a = projections(x)                  plain ones together, others as modules: adapters, shards and hooks count
     q, k, v = SiLU(short convolution(qkv))
     g = -exp(A_log) softplus(a + dt_bias),  beta = sigmoid(b)
     o = gated delta rule(l2norm(q), l2norm(k), v, g, beta)
     y = out_proj(RMS norm(o) * act(z))
 
 The cast order is that of transformers, but beta is not rounded to the model's dtype. Between the projections and the norm
-q, k and v are views: nothing is transposed, repeated per value head or copied.
+nothing is transposed, repeated per value head or copied. For inference the convolution divides by the norms of q and k.
 
 A call that is out of the ordinary goes to the forward of the layer's class, which `kernels` leaves in place, with one
 notice that says why.
@@ -20,7 +20,9 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from . import projections
+from .causal_conv1d import causal_conv1d_update
+from .causal_conv1d.heads import Heads, convolve_heads
 from .causal_conv1d.validation import ACTIVATIONS
 from .gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .gated_delta_rule.gate_ops import activate
@@ -58,7 +60,7 @@ class Past(NamedTuple):
 
 def project_separately(layer: nn.Module, x: Tensor) -> Projected:
     """The four projections of Qwen3.5 and Qwen4-Exp."""
-    return Projected(layer.in_proj_qkv(x), layer.in_proj_z(x), layer.in_proj_b(x), layer.in_proj_a(x))
+    return Projected(*projections.project(x, (layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)))
 
 
 def project_by_key_head(layer: nn.Module, x: Tensor) -> Projected:
@@ -68,8 +70,9 @@ def project_by_key_head(layer: nn.Module, x: Tensor) -> Projected:
     """
     ratio = layer.num_v_heads // layer.num_k_heads
     keys, values = layer.head_k_dim, ratio * layer.head_v_dim
-    q, k, v, z = _of_all_heads(layer.in_proj_qkvz(x), (keys, keys, values, values))
-    b, a = _of_all_heads(layer.in_proj_ba(x), (ratio, ratio))
+    qkvz, ba = projections.project(x, (layer.in_proj_qkvz, layer.in_proj_ba))
+    q, k, v, z = _of_all_heads(qkvz, (keys, keys, values, values))
+    b, a = _of_all_heads(ba, (ratio, ratio))
     return Projected(torch.cat((q, k, v), dim=-1), z, b, a)
 
 
@@ -120,28 +123,37 @@ def _compute(layer, project, hidden_states, cache, past, attention_mask, keyword
     cu_seqlens, seq_idx = bounds_of(keywords), keywords.get("seq_idx")
     if cu_seqlens is not None:
         seq_idx = None
-    mixed = _convolve(layer, qkv.transpose(1, 2), cache, past, seq_idx, cu_seqlens).transpose(1, 2)
-    o, state = _recur(layer, mixed, z.shape[-1], b, a, cache, past, seq_idx, cu_seqlens)
+    heads = _convolve(layer, qkv.transpose(1, 2), z.shape[-1], cache, past, seq_idx, cu_seqlens)
+    o, state = _recur(layer, heads, b, a, cache, past, seq_idx, cu_seqlens)
     if cache is not None:
         cache.update_recurrent_state(state, layer.layer_idx)
     normed = layer.norm(o, _heads(z, o.shape[3]))
-    return layer.out_proj(normed.flatten(2))
+    return projections.project(normed.flatten(2), (layer.out_proj,))[0]
 
 
-def _convolve(layer, x: Tensor, cache, past: Past, seq_idx: Optional[Tensor], cu_seqlens: Optional[Tensor]) -> Tensor:
-    """Convolution and activation of x [B, C, T]; the cache keeps the last inputs."""
+def _convolve(layer, x: Tensor, value_dim: int, cache, past: Past, seq_idx, cu_seqlens) -> Heads:
+    """Convolution and activation of x [B, C, T] as heads; the cache keeps the last inputs.
+
+    How many heads there are is read from the tensors: the layer may hold only its share of them.
+    """
     _require_gathered(layer.conv1d.weight)
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
+    key_dim = (x.shape[1] - value_dim) // 2
     if past.conv is not None and x.shape[2] == 1:
-        return causal_conv1d_update(x, past.conv, weight, bias, layer.activation)
-    out = causal_conv1d_fn(
+        mixed = causal_conv1d_update(x, past.conv, weight, bias, layer.activation).transpose(1, 2)
+        q, k, v = mixed.split((key_dim, key_dim, value_dim), dim=-1)
+        return Heads(_heads(q, layer.head_k_dim), _heads(k, layer.head_k_dim), _heads(v, layer.head_v_dim), False)
+    out = convolve_heads(
         x,
         weight,
         bias,
+        layer.activation,
+        key_dim,
+        layer.head_k_dim,
+        layer.head_v_dim,
         seq_idx=seq_idx,
-        initial_states=past.conv,
-        activation=layer.activation,
         cu_seqlens=cu_seqlens,
+        initial_states=past.conv,
     )
     if cache is not None:
         # No more than the cache keeps: it copies what it is given behind what it has.
@@ -159,15 +171,11 @@ def _require_gathered(weight: Tensor) -> None:
         )
 
 
-def _recur(layer, mixed, value_dim, b, a, cache, past, seq_idx, cu_seqlens) -> Tuple[Tensor, Optional[Tensor]]:
-    """o [B, T, HV, V] and the state behind the last token, from mixed [B, T, C].
+def _recur(layer, heads: Heads, b, a, cache, past, seq_idx, cu_seqlens) -> Tuple[Tensor, Optional[Tensor]]:
+    """o [B, T, HV, V] and the state behind the last token.
 
-    How many heads there are is read from the tensors: the layer may hold only its share of them. `flashqla_plan` is an
-    attribute that `flashqla_hub.kernelize(plan=...)` gives to a layer.
+    `flashqla_plan` is an attribute that `flashqla_hub.kernelize(plan=...)` gives to a layer.
     """
-    key_dim = (mixed.shape[-1] - value_dim) // 2
-    q, k, v = mixed.split((key_dim, key_dim, value_dim), dim=-1)
-    q, k, v = _heads(q, layer.head_k_dim), _heads(k, layer.head_k_dim), _heads(v, layer.head_v_dim)
     if seq_idx is None:
         options = {
             "use_gate_in_kernel": True,
@@ -179,21 +187,21 @@ def _recur(layer, mixed, value_dim, b, a, cache, past, seq_idx, cu_seqlens) -> T
         a, b = activate(a, b, layer.A_log, layer.dt_bias, False)
         a, options = restart_where_sequence_changes(a, seq_idx, None), {}
     rule = chunk_gated_delta_rule
-    if past.recurrent is not None and q.shape[1] == 1:
+    if past.recurrent is not None and heads.q.shape[1] == 1:
         # Where no gradient is wanted the state moves on in its place, and the cache has nothing left to copy.
         rule = fused_recurrent_gated_delta_rule
         options["inplace_final_state"] = not torch.is_grad_enabled()
     else:
         options["plan"] = getattr(layer, "flashqla_plan", "auto")
     return rule(
-        q,
-        k,
-        v,
+        heads.q,
+        heads.k,
+        heads.v,
         g=a,
         beta=b,
         initial_state=past.recurrent,
         output_final_state=cache is not None,
-        use_qk_l2norm_in_kernel=True,
+        use_qk_l2norm_in_kernel=not heads.is_normed,
         cu_seqlens=cu_seqlens,
         **options,
     )

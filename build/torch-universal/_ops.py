@@ -2,7 +2,7 @@
 
 import torch
 
-NAMESPACE = "_flashqla_5c0531a9a9f4"
+NAMESPACE = "_flashqla_5be185047b30"
 ops = getattr(torch.ops, NAMESPACE)
 
 

@@ -10,7 +10,6 @@ from ..sm90 import explain_device
 SM90_FORWARD = "sm90_gated_delta_rule_fwd"
 SM90_HEAD_DIM = 128
 SM90_DTYPES = (torch.bfloat16, torch.float16)
-SM90_BACKWARD_DTYPES = (torch.bfloat16,)
 
 
 def explain_unsupported(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Optional[str]:
@@ -18,7 +17,7 @@ def explain_unsupported(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 
     Usable before the call, and on a machine without a GPU. Tensors as in `chunk_gated_delta_rule`.
     """
-    reason = explain_device(q.device, SM90_FORWARD)
+    reason = explain_device(q, SM90_FORWARD)
     if reason is not None:
         return reason
     if q.dtype not in SM90_DTYPES:
@@ -32,8 +31,5 @@ def explain_unsupported(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 
 
 def explain_unsupported_backward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Optional[str]:
-    """The same of a backward."""
-    reason = explain_unsupported(q, k, v, g, beta)
-    if reason is None and q.dtype not in SM90_BACKWARD_DTYPES:
-        return f"q has dtype {q.dtype}, and the SM90 backward takes bfloat16"
-    return reason
+    """The same of a backward, whose kernels take what those of a forward take."""
+    return explain_unsupported(q, k, v, g, beta)

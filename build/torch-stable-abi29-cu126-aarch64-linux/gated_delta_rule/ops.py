@@ -60,6 +60,8 @@ def forward_directly(
         o, final_state = sm90_path.call(
             q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
         )
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # the caller goes the checked way, where the same error is raised again if no rule explains it
         return None
     return o, final_state if output_final_state else None
@@ -79,6 +81,7 @@ def gated_delta_rule_bwd(
     scale: float,
     use_qk_l2norm: bool,
     chunk_size: int,
+    plan: str,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, beta in their dtypes and of the initial state in the dtype of the final state.
 
@@ -87,7 +90,7 @@ def gated_delta_rule_bwd(
     _check_bounds(cu_seqlens, q)
     unsupported = capability.explain_unsupported_backward(q, k, v, g, beta)
     if unsupported is None:
-        return sm90_path.backward(q, k, v, g, beta, initial_state, cu_seqlens, do, dht, scale, use_qk_l2norm)
+        return sm90_path.backward(q, k, v, g, beta, initial_state, cu_seqlens, do, dht, scale, use_qk_l2norm, plan)
     _notice_on_cuda("the backward of chunk_gated_delta_rule", unsupported, q)
     validation.check_residuals(residuals, torch_path.residual_shape(q, v, cu_seqlens, chunk_size))
     with torch.autocast(q.device.type, enabled=False):
@@ -125,7 +128,9 @@ def _forward_fake(
     return _contiguous(v), state, q.new_empty(residuals, dtype=dtype)
 
 
-def _backward_fake(q, k, v, g, beta, initial_state, cu_seqlens, residuals, do, dht, scale, use_qk_l2norm, chunk_size):
+def _backward_fake(
+    q, k, v, g, beta, initial_state, cu_seqlens, residuals, do, dht, scale, use_qk_l2norm, chunk_size, plan
+):
     shape = _state_shape(q, v, cu_seqlens)
     if initial_state is None and capability.explain_unsupported_backward(q, k, v, g, beta) is None:
         shape[0] = 0

@@ -19,7 +19,7 @@ def explain_unsupported(x: Tensor, g: Tensor, weight: Tensor, bias: Optional[Ten
 
 
 def _reasons(x: Tensor, g: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Iterator[str]:
-    reason = explain_device(x.device, SM90_FORWARD)
+    reason = explain_device(x, SM90_FORWARD)
     if reason is not None:
         yield reason
     if x.dtype not in SM90_DTYPES:

@@ -5,21 +5,23 @@ from typing import Tuple
 from torch import Tensor
 
 from .._ops import ops
-from ..library import BASE_ALIGNMENT, aligned
+from ..library import BASE_ALIGNMENT, aligned, call_op
 
 ROW_ALIGNMENT = 8  # elements of 16 bits in the 16 bytes of a load
 
 
 def forward(x: Tensor, g: Tensor, weight: Tensor, eps: float, is_silu: bool) -> Tensor:
     """y, contiguous, in the shape of x."""
-    return ops.sm90_rms_norm_gated_fwd(_loadable(x), _loadable(g), aligned(weight), eps, is_silu)
+    return call_op(ops.sm90_rms_norm_gated_fwd, _loadable(x), _loadable(g), aligned(weight), eps, is_silu)
 
 
 def backward(
     dy: Tensor, x: Tensor, g: Tensor, weight: Tensor, eps: float, is_silu: bool
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, g and the weight in their dtypes, contiguous."""
-    return ops.sm90_rms_norm_gated_bwd(_loadable(dy), _loadable(x), _loadable(g), aligned(weight), eps, is_silu)
+    return call_op(
+        ops.sm90_rms_norm_gated_bwd, _loadable(dy), _loadable(x), _loadable(g), aligned(weight), eps, is_silu
+    )
 
 
 def _loadable(x: Tensor) -> Tensor:

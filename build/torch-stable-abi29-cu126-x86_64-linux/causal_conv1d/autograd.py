@@ -35,7 +35,20 @@ def _backward(ctx, dy: Optional[Tensor], dfinal_states: Optional[Tensor]):
     )
 
 
-forward = ops.forward
-update = ops.update
+def _setup_parts(ctx, inputs, output):
+    *tensors, _, silu = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.silu = silu
 
-ops.define(_setup_context, _backward)
+
+def _backward_of_parts(ctx, dq: Tensor, dk: Tensor, dv: Tensor):
+    x, weight, bias, sequence = ctx.saved_tensors
+    dx, dweight, dbias = ops.ops.causal_conv1d_parts_bwd(x, dq, dk, dv, weight, bias, sequence, ctx.silu)
+    return dx.transpose(1, 2), dweight, None if bias is None else dbias, None, None, None
+
+
+ops.define(_setup_context, _backward, _setup_parts, _backward_of_parts)
+
+forward = ops.forward
+forward_parts = ops.ops.causal_conv1d_parts_fwd
+update = ops.update

@@ -4,7 +4,7 @@ PyTorch's own operations make up the convolution (torch_path.py), and PyTorch di
 Defined once per process even if two copies of this build are loaded, as those of the recurrence are.
 """
 
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 from torch import Tensor
 
@@ -16,6 +16,8 @@ from . import sm90_path
 FORWARD = "causal_conv1d_fwd"
 BACKWARD = "causal_conv1d_bwd"
 UPDATE = "causal_conv1d_update"
+PARTS_FORWARD = "causal_conv1d_parts_fwd"
+PARTS_BACKWARD = "causal_conv1d_parts_bwd"
 
 
 def causal_conv1d_fwd(
@@ -45,7 +47,34 @@ def causal_conv1d_bwd(
     silu: bool,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx [B, T, D], dweight, dbias and the gradient of the initial states in the dtypes of their inputs; empty for None."""
-    return sm90_path.backward(x, dy, weight, bias, sequence, initial_states, dfinal_states, silu)
+    return sm90_path.backward(x, (dy,), weight, bias, sequence, initial_states, dfinal_states, silu)
+
+
+def causal_conv1d_parts_fwd(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], sequence: Optional[Tensor], sizes: List[int], silu: bool
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """y [B, T, D] as three tensors of so many channels, so that their gradients need not be put together."""
+    parts, start = [], 0
+    for size in sizes:
+        own = slice(start, start + size)
+        own_bias = None if bias is None else bias[own]
+        parts.append(sm90_path.forward(x[:, own], weight[own], own_bias, sequence, None, silu, False)[0])
+        start += size
+    return tuple(parts)
+
+
+def causal_conv1d_parts_bwd(
+    x: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    sequence: Optional[Tensor],
+    silu: bool,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """dx [B, T, D], dweight and dbias of the gradients of the three parts."""
+    return sm90_path.backward(x, (dq, dk, dv), weight, bias, sequence, None, None, silu)[:3]
 
 
 def causal_conv1d_update(
@@ -91,6 +120,14 @@ def _backward_fake(x, dy, weight, bias, sequence, initial_states, dfinal_states,
     return _token_major(x), weight.new_empty(weight.shape), dbias, _states(x, weight, initial_states is not None)
 
 
+def _parts_forward_fake(x, weight, bias, sequence, sizes, silu):
+    return tuple(x.new_empty(x.shape[0], x.shape[2], size) for size in sizes)
+
+
+def _parts_backward_fake(x, dq, dk, dv, weight, bias, sequence, silu):
+    return _backward_fake(x, None, weight, bias, sequence, None, None, silu)[:3]
+
+
 def _update_fake(x, conv_state, weight, bias, conv_state_indices, silu):
     return _token_major(x)
 
@@ -102,11 +139,19 @@ def _refuse_double_backward(ctx, *grads):
     )
 
 
-def define(setup_context, backward) -> bool:
+def define(setup_context, backward, setup_parts, backward_of_parts) -> bool:
     """Define the ops with shapes and autograd unless another copy of this build has; True if they were new."""
     if hasattr(ops, FORWARD):
         return False
     define_op(FORWARD, causal_conv1d_fwd, _forward_fake, backward=backward, setup_context=setup_context)
     define_op(BACKWARD, causal_conv1d_bwd, _backward_fake, backward=_refuse_double_backward)
+    define_op(
+        PARTS_FORWARD,
+        causal_conv1d_parts_fwd,
+        _parts_forward_fake,
+        backward=backward_of_parts,
+        setup_context=setup_parts,
+    )
+    define_op(PARTS_BACKWARD, causal_conv1d_parts_bwd, _parts_backward_fake, backward=_refuse_double_backward)
     define_op(UPDATE, causal_conv1d_update, _update_fake, mutates_args=("conv_state",))
     return True

@@ -1,12 +1,12 @@
 """The way to the SM90 kernels of the convolution: operands as their vector loads want them, then one op of the library."""
 
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from .._ops import ops
-from ..library import BASE_ALIGNMENT, aligned
+from ..library import BASE_ALIGNMENT, aligned, call_op, narrow_indices
 
 VECTOR = 8  # channels that lie side by side
 
@@ -27,7 +27,8 @@ def forward(
     """
     weight, bias = _weights(x, weight, bias)
     turned = x.transpose(1, 2)
-    return ops.sm90_causal_conv1d_fwd(
+    return call_op(
+        ops.sm90_causal_conv1d_fwd,
         turned if normed_channels == 0 and _has_token_runs(x) else _rows(turned),
         weight,
         bias,
@@ -41,7 +42,7 @@ def forward(
 
 def backward(
     x: Tensor,
-    dy: Tensor,
+    dy: Sequence[Tensor],
     weight: Tensor,
     bias: Optional[Tensor],
     sequence: Optional[Tensor],
@@ -49,17 +50,23 @@ def backward(
     dfinal_states: Optional[Tensor],
     silu: bool,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx [B, T, D], dweight, dbias and the gradient of the initial states in the dtypes of their inputs; empty for None."""
+    """dx [B, T, D], dweight, dbias and the gradient of the initial states in the dtypes of their inputs; empty for None.
+
+    dy: one to three parts of the gradient of y, [B, T, channels], the channels of one behind those of the other.
+    """
     narrow, narrow_bias = _weights(x, weight, bias)
-    dx, dweight, dbias, dinitial = ops.sm90_causal_conv1d_bwd(
+    first, *others = (_rows(part) for part in dy)
+    dx, dweight, dbias, dinitial = call_op(
+        ops.sm90_causal_conv1d_bwd,
         _rows(x.transpose(1, 2)),
-        _rows(dy),
+        first,
         narrow,
         narrow_bias,
         aligned(sequence),
         aligned(initial_states),
         aligned(dfinal_states),
         silu,
+        *others,
     )
     return dx, dweight.to(weight.dtype), dbias if bias is None else dbias.to(bias.dtype), dinitial
 
@@ -74,7 +81,8 @@ def update(
 ) -> Tensor:
     """y [B, T, D] of x [B, D, T]; moves the states on in place."""
     weight, bias = _weights(x, weight, bias)
-    y = ops.sm90_causal_conv1d_update(x, conv_state, weight, bias, aligned(conv_state_indices), silu)
+    indices = narrow_indices(conv_state_indices, conv_state.shape[0])
+    y = call_op(ops.sm90_causal_conv1d_update, x, conv_state, weight, bias, indices, silu)
     torch.autograd.graph.increment_version(conv_state)
     return y
 

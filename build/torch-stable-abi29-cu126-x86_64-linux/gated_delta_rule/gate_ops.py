@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._ops import ops
 from ..checks import can_call_directly
-from ..library import define_op
+from ..library import call_op, define_op
 from ..sm90 import explain_device, notice_torch_path
 from . import gates
 
@@ -53,7 +53,7 @@ def explain_unsupported(
 
 def _reasons(a, b, A_log, dt_bias) -> Iterator[str]:
     first = b if a is None else a
-    reason = explain_device(first.device, SM90_FORWARD)
+    reason = explain_device(first, SM90_FORWARD)
     if reason is not None:
         yield reason
     if first.dtype not in SM90_DTYPES:
@@ -69,7 +69,9 @@ def gated_delta_gates_fwd(
     a: Optional[Tensor], b: Optional[Tensor], A_log: Optional[Tensor], dt_bias: Optional[Tensor], strength: float
 ) -> Tuple[Tensor, Tensor]:
     """g and beta in float32, contiguous; empty for what is None."""
-    return ops.sm90_gated_delta_gates_fwd(_one_run(a), _one_run(b), _one_run(A_log), _one_run(dt_bias), strength)
+    return call_op(
+        ops.sm90_gated_delta_gates_fwd, _one_run(a), _one_run(b), _one_run(A_log), _one_run(dt_bias), strength
+    )
 
 
 def gated_delta_gates_bwd(
@@ -83,7 +85,7 @@ def gated_delta_gates_bwd(
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """da and db in their dtypes, and the gradients of A_log and dt_bias as the rows of a float32 [2, HV]."""
     tensors = (_one_run(x) for x in (dg, dbeta, a, b, A_log, dt_bias))
-    return ops.sm90_gated_delta_gates_bwd(*tensors, strength)
+    return call_op(ops.sm90_gated_delta_gates_bwd, *tensors, strength)
 
 
 def _one_run(x: Optional[Tensor]) -> Optional[Tensor]:

@@ -1,7 +1,8 @@
-"""The convolution in front of the recurrence in one pass: SiLU, the split into q, k and v, and the L2 norm of q and k.
+"""The convolution in front of the recurrence: SiLU, the split into q, k and v, and, for inference, the L2 norm of q and k.
 
-For layers; not part of the public interface. On the SM90 kernels one launch reads the projection and writes what the
-recurrence reads. Elsewhere, and where a gradient may be asked for, the convolution and PyTorch operations do the same.
+For layers; not part of the public interface. Without gradients one launch of the SM90 kernels reads the projection and writes
+what the recurrence reads. With gradients q, k and v are tensors of their own, so that their gradients need not be copied into
+one; the recurrence then normalises. Elsewhere the convolution and a split do the same.
 """
 
 from typing import NamedTuple, Optional
@@ -10,20 +11,24 @@ import torch
 from torch import Tensor
 
 from ..checks import can_call_directly
-from . import api, capability, sm90_path, torch_path, validation
+from . import api, autograd, capability, sm90_path
 
 HEAD_DIM = 128
 WIDTHS = range(1, 5)
-L2NORM_EPS = 1e-6
 
 
 class Heads(NamedTuple):
-    """q, k [B, T, H, K] of norm 1 and v [B, T, HV, V], parts of the rows of one tensor; final states [B, D, W - 1] or None."""
+    """q, k [B, T, H, K] and v [B, T, HV, V].
+
+    Attributes:
+        is_normed: whether q and k have been divided by sqrt(|.|^2 + 1e-6); call the recurrence with
+            use_qk_l2norm_in_kernel=not is_normed.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    final_states: Optional[Tensor]
+    is_normed: bool
 
 
 def convolve_heads(
@@ -31,82 +36,54 @@ def convolve_heads(
     weight: Tensor,
     bias: Optional[Tensor],
     activation: Optional[str],
-    num_k_heads: int,
+    key_channels: int,
     head_k_dim: int,
     head_v_dim: int,
     *,
     seq_idx: Optional[Tensor] = None,
     cu_seqlens: Optional[Tensor] = None,
     initial_states: Optional[Tensor] = None,
-    return_final_states: bool = False,
 ) -> Heads:
-    """y = act(conv(x)) as in `causal_conv1d_fn`, split into heads; q and k divided by sqrt(|q|^2 + 1e-6).
+    """y = act(conv(x)) as in `causal_conv1d_fn`, split into heads.
 
     Args:
-        x: [B, D, T], the channels of q, k and v one behind the other, D = 2 * num_k_heads * head_k_dim + HV * head_v_dim.
-        weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states: as in `causal_conv1d_fn`.
-
-    Call the recurrence on q, k and v with use_qk_l2norm_in_kernel=False.
+        x: [B, D, T], `key_channels` channels of q, as many of k, and then those of v.
+        weight, bias, activation, seq_idx, cu_seqlens, initial_states: as in `causal_conv1d_fn`.
 
     Raises:
         ValueError, TypeError: as `causal_conv1d_fn`.
     """
-    options = (seq_idx, cu_seqlens, initial_states, return_final_states)
-    key_channels = num_k_heads * head_k_dim
-    if _explain_separate(x, weight, bias, initial_states, head_k_dim) is None:
-        y, final_states = _in_one_pass(x, weight, bias, activation, 2 * key_channels, *options)
-        q, k, v = _split(y, num_k_heads, head_k_dim, head_v_dim)
-        return Heads(q, k, v, final_states if return_final_states else None)
-    y = api.causal_conv1d_fn(
-        x,
-        weight,
-        bias,
-        seq_idx=seq_idx,
-        initial_states=initial_states,
-        return_final_states=return_final_states,
-        activation=activation,
-        cu_seqlens=cu_seqlens,
-    )
-    y, final_states = y if return_final_states else (y, None)
-    q, k, v = _split(y.transpose(1, 2), num_k_heads, head_k_dim, head_v_dim)
-    return Heads(_normalize(q), _normalize(k), v, final_states)
+    sizes = [key_channels, key_channels, x.shape[1] - 2 * key_channels]
+    is_served = capability.explain_unsupported(x, weight) is None
+    is_normed = is_served and _is_one_pass(x, weight, bias, initial_states, head_k_dim)
+    if is_normed or (is_served and _is_in_parts(x, weight, bias, initial_states, sizes)):
+        options = (seq_idx, cu_seqlens, initial_states, False)
+        sequence, initial_states = api.checked_operands(x, weight, bias, activation, *options)
+        silu = activation is not None
+        if is_normed:
+            normed = 2 * key_channels
+            y, _ = sm90_path.forward(x, weight, bias, sequence, initial_states, silu, False, normed_channels=normed)
+            parts = y.split(sizes, dim=2)
+        else:
+            parts = autograd.forward_parts(x, weight, bias, sequence, sizes, silu)
+    else:
+        y = api.causal_conv1d_fn(x, weight, bias, seq_idx, initial_states, activation=activation, cu_seqlens=cu_seqlens)
+        parts = y.transpose(1, 2).split(sizes, dim=2)
+    q, k, v = (part.unflatten(2, (-1, dim)) for part, dim in zip(parts, (head_k_dim, head_k_dim, head_v_dim)))
+    return Heads(q, k, v, is_normed)
 
 
-def _explain_separate(x, weight, bias, initial_states, head_k_dim: int) -> Optional[str]:
-    """Say why one pass does not serve; None if it does."""
-    if not can_call_directly(x, weight, bias, initial_states):
-        return "autograd or a tracer looks at the call"
-    if head_k_dim != HEAD_DIM or x.dim() != 3 or x.shape[1] % HEAD_DIM:
-        return f"heads have {head_k_dim} channels, and one pass normalises heads of {HEAD_DIM}"
-    if weight.dim() != 2 or weight.shape[1] not in WIDTHS:
-        return "the width is beyond 4"
-    return capability.explain_unsupported(x, weight)
-
-
-def _in_one_pass(
-    x, weight, bias, activation, normed_channels, seq_idx, cu_seqlens, initial_states, return_final_states
-):
-    validation.check_convolution(x, weight, bias, activation)
-    validation.check_boundaries(x, seq_idx, cu_seqlens, initial_states, return_final_states)
-    history = weight.shape[1] - 1
-    if initial_states is not None:
-        validation.check_state("initial_states", initial_states, x, history)
-        initial_states = initial_states[..., initial_states.shape[2] - history :].to(x.dtype)
-    sequence = seq_idx if cu_seqlens is None else torch_path.sequence_of_tokens(cu_seqlens, x.shape[2])
-    sequence = None if sequence is None else sequence.to(torch.int32)
-    silu = activation is not None
-    return sm90_path.forward(
-        x, weight, bias, sequence, initial_states, silu, return_final_states, normed_channels=normed_channels
+def _is_one_pass(x: Tensor, weight: Tensor, bias: Optional[Tensor], initial_states, head_k_dim: int) -> bool:
+    """Whether one launch does all; heads of 128 channels alone lie in a warp."""
+    return (
+        head_k_dim == HEAD_DIM
+        and x.shape[1] % HEAD_DIM == 0
+        and weight.shape[1] in WIDTHS
+        and can_call_directly(x, weight, bias, initial_states)
     )
 
 
-def _split(y: Tensor, num_k_heads: int, head_k_dim: int, head_v_dim: int):
-    """q, k and v as views of y [B, T, D]."""
-    key_channels = num_k_heads * head_k_dim
-    q, k, v = y.split((key_channels, key_channels, y.shape[2] - 2 * key_channels), dim=2)
-    return (*(z.unflatten(2, (num_k_heads, head_k_dim)) for z in (q, k)), v.unflatten(2, (-1, head_v_dim)))
-
-
-def _normalize(x: Tensor) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2NORM_EPS)).to(x.dtype)
+def _is_in_parts(x: Tensor, weight: Tensor, bias: Optional[Tensor], initial_states, sizes) -> bool:
+    """Whether q, k and v are made as tensors of their own: where gradients will come back for each."""
+    wants_gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    return wants_gradients and initial_states is None and not any(n % capability.SM90_CHANNELS for n in sizes)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._ops import ops
 from ..checks import can_call_directly, check_cu_seqlens_values
-from ..library import BASE_ALIGNMENT, aligned, define_op
+from ..library import BASE_ALIGNMENT, aligned, call_op, define_op, narrow_indices
 from ..sm90 import explain_device
 
 FORWARD = "fused_recurrent_fwd"
@@ -46,7 +46,7 @@ def explain_unsupported(
 
 def _reasons(tensors, gates, states, sequences, in_place) -> Iterator[str]:
     q, _, v = tensors
-    reason = explain_device(q.device, SM90_FORWARD)
+    reason = explain_device(q, SM90_FORWARD)
     if reason is not None:
         yield reason
     if q.dtype not in SM90_DTYPES:
@@ -94,7 +94,7 @@ def fused_recurrent_fwd(
     tensors = _token_inputs(q, k, v, g, beta, A_log, dt_bias)
     options = (scale, strength, use_qk_l2norm, state_v_first, output_final_state)
     states = aligned(initial_state)
-    return ops.sm90_fused_recurrent_fwd(*tensors, states, _contiguous(cu_seqlens, q.shape[1]), *options)
+    return call_op(ops.sm90_fused_recurrent_fwd, *tensors, states, _contiguous(cu_seqlens, q.shape[1]), *options)
 
 
 def fused_recurrent_update(
@@ -116,9 +116,9 @@ def fused_recurrent_update(
     """o [B, T, HV, 128]; moves the states of the pool on where they lie, of sequence n the nth if there are no indices."""
     tensors = _token_inputs(q, k, v, g, beta, A_log, dt_bias)
     bounds, options = _contiguous(cu_seqlens, q.shape[1]), (scale, strength, use_qk_l2norm, state_v_first)
-    indices = None if state_indices is None else state_indices.contiguous()
+    indices = narrow_indices(state_indices, states.shape[0])
     pool = aligned(states)
-    o = ops.sm90_fused_recurrent_update(*tensors, pool, indices, bounds, *options)
+    o = call_op(ops.sm90_fused_recurrent_update, *tensors, pool, indices, bounds, *options)
     if pool is not states:
         states.copy_(pool)
     torch.autograd.graph.increment_version(states)

@@ -46,19 +46,14 @@ def causal_conv1d_fn(
     Raises:
         ValueError, TypeError: one sentence naming the argument, the rule, the value and the way out.
     """
-    validation.check_convolution(x, weight, bias, activation)
     return_final_states = return_final_states or final_states_out is not None
-    validation.check_boundaries(x, seq_idx, cu_seqlens, initial_states, return_final_states)
-    history = weight.shape[1] - 1
+    sequence, initial_states = checked_operands(
+        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states
+    )
     if final_states_out is not None:
-        validation.check_state("final_states_out", final_states_out, x, history, exactly=True)
-    if initial_states is not None:
-        validation.check_state("initial_states", initial_states, x, history)
-        initial_states = initial_states[..., initial_states.shape[2] - history :].to(x.dtype)
-    sequence = seq_idx if cu_seqlens is None else torch_path.sequence_of_tokens(cu_seqlens, x.shape[2])
+        validation.check_state("final_states_out", final_states_out, x, weight.shape[1] - 1, exactly=True)
     unsupported = capability.explain_unsupported(x, weight)
     if unsupported is None:
-        sequence = None if sequence is None else sequence.to(torch.int32)
         silu = activation is not None
         y, final = autograd.forward(x, weight, bias, sequence, initial_states, silu, return_final_states)
         y = y.transpose(1, 2)
@@ -71,6 +66,30 @@ def causal_conv1d_fn(
     if final_states_out is not None:
         final = final_states_out.copy_(final)
     return y, final
+
+
+def checked_operands(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    activation: Optional[str],
+    seq_idx: Optional[Tensor],
+    cu_seqlens: Optional[Tensor],
+    initial_states: Optional[Tensor],
+    return_final_states: bool,
+) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    """The sequence of each token, int32 [B, T], and the initial states with W - 1 tokens; None where there are none.
+
+    Args, raises: as `causal_conv1d_fn`.
+    """
+    validation.check_convolution(x, weight, bias, activation)
+    validation.check_boundaries(x, seq_idx, cu_seqlens, initial_states, return_final_states)
+    history = weight.shape[1] - 1
+    if initial_states is not None:
+        validation.check_state("initial_states", initial_states, x, history)
+        initial_states = initial_states[..., initial_states.shape[2] - history :].to(x.dtype)
+    sequence = seq_idx if cu_seqlens is None else torch_path.sequence_of_tokens(cu_seqlens, x.shape[2])
+    return None if sequence is None else sequence.to(torch.int32), initial_states
 
 
 def causal_conv1d_update(
@@ -88,7 +107,7 @@ def causal_conv1d_update(
         conv_state: [B, D, S] with S >= W - 1, the last tokens; afterwards it ends with x.
         weight, bias, activation: as in `causal_conv1d_fn`.
         conv_state_indices: [B] int32 or int64, the row of conv_state [N, D, S] that belongs to each row of x; rows of x
-            with a negative index give 0 and leave every state alone. No row may be named twice. Row b by default.
+            whose index lies outside [0, N) give 0 and leave every state alone. No row may be named twice. Row b by default.
 
     Returns:
         y, in the shape and dtype of x.
@@ -102,8 +121,9 @@ def causal_conv1d_update(
     validation.check_state_indices(tokens, conv_state, conv_state_indices, weight.shape[1])
     unsupported = capability.explain_unsupported_update(tokens, conv_state, weight, bias)
     if unsupported is None:
-        indices = None if conv_state_indices is None else conv_state_indices.to(torch.int32)
-        y = autograd.update(tokens, conv_state, weight, bias, indices, activation is not None).transpose(1, 2)
+        y = autograd.update(tokens, conv_state, weight, bias, conv_state_indices, activation is not None).transpose(
+            1, 2
+        )
         return y.squeeze(-1) if x.dim() == 2 else y
     if x.is_cuda:
         notice_torch_path("causal_conv1d_update", unsupported)

@@ -40,7 +40,7 @@ def _update_reasons(x: Tensor, conv_state: Tensor, weight: Tensor, others: tuple
 
 
 def _common_reasons(x: Tensor, weight: Tensor) -> Iterator[str]:
-    reason = explain_device(x.device, SM90_FORWARD)
+    reason = explain_device(x, SM90_FORWARD)
     if reason is not None:
         yield reason
     if x.dtype not in SM90_DTYPES:

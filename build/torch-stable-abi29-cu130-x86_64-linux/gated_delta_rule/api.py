@@ -312,6 +312,7 @@ def chunk_gated_delta_rule_bwd(
     state_v_first: bool = False,
     cu_seqlens: Optional[Tensor] = None,
     chunk_size: int = 64,
+    plan: str = "auto",
 ) -> BackwardResult:
     """The backward of `chunk_gated_delta_rule_fwd` called with the same arguments.
 
@@ -328,12 +329,13 @@ def chunk_gated_delta_rule_bwd(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         state_v_first=state_v_first,
     )
+    validation.check_plan(plan)
     validation.check_inputs(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, state_v_first)
     validation.check_gradients(q, v, residuals, do, dht, cu_seqlens, state_v_first)
     state, dht = (autograd.state_k_first(x, state_v_first) for x in (initial_state, dht))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     *grads, dh0 = autograd.backward_alone(
-        q, k, v, g, beta, state, cu_seqlens, residuals, do, dht, scale, use_qk_l2norm_in_kernel, chunk_size
+        q, k, v, g, beta, state, cu_seqlens, residuals, do, dht, scale, use_qk_l2norm_in_kernel, chunk_size, plan
     )
     dh0 = autograd.public_state(dh0, initial_state is not None, state_v_first)
     return BackwardResult(*grads, dh0 if dh0 is None else dh0.to(initial_state.dtype))

@@ -63,10 +63,10 @@ def convolve_packed(
 
 
 def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """The sequence of each token [1, T], -1 behind the last bound."""
-    token = torch.arange(num_tokens, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
-    return sequence.masked_fill(sequence == cu_seqlens.shape[0] - 1, -1).unsqueeze(0)
+    """The sequence of each token, int32 [1, T], -1 behind the last bound."""
+    token = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True, out_int32=True)
+    return sequence.masked_fill(token >= cu_seqlens[-1], -1).unsqueeze(0)
 
 
 def update(
@@ -81,7 +81,8 @@ def update(
     if conv_state_indices is None:
         rows = conv_state
     else:
-        is_used, slot = (conv_state_indices >= 0), conv_state_indices.clamp(min=0).long()
+        is_used = (conv_state_indices >= 0) & (conv_state_indices < conv_state.shape[0])
+        slot = torch.where(is_used, conv_state_indices, 0).long()
         rows = conv_state[slot]
     extended = torch.cat([rows.to(x.dtype), x], dim=-1)
     out = convolve(extended, weight, bias, activation, x.shape[2])

@@ -84,9 +84,9 @@ def _gradients(*arguments):
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, *_ = inputs
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, _, plan = inputs
     ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens, output[2])
-    ctx.options = (scale, use_qk_l2norm, chunk_size)
+    ctx.options = (scale, use_qk_l2norm, chunk_size, plan)
     ctx.set_materialize_grads(False)
 
 
@@ -103,7 +103,8 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         *inputs, plan = arguments
-        output = ops.gated_delta_rule_fwd(*inputs, True, plan)
+        inputs = (*inputs, True, plan)
+        output = ops.gated_delta_rule_fwd(*inputs)
         _setup_context(ctx, inputs, output)
         return output[:2]
 

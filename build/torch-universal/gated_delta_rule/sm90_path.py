@@ -2,10 +2,11 @@
 
 from typing import Optional, Tuple
 
+import torch
 from torch import Tensor
 
 from .._ops import ops
-from ..library import BASE_ALIGNMENT, aligned
+from ..library import BASE_ALIGNMENT, aligned, call_op
 from .plan import PLANS
 
 ROW_ALIGNMENT = 8  # elements of 16 bits in the 16 bytes that a tile load aligns to
@@ -47,7 +48,8 @@ def call(
         initial_state = initial_state.contiguous()
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
-    o, final_state, _ = ops.sm90_gated_delta_rule_fwd(
+    return call_op(
+        ops.sm90_gated_delta_rule_fwd,
         _loadable(q),
         _loadable(k),
         _loadable(v),
@@ -61,7 +63,6 @@ def call(
         output_final_state,
         PLANS[plan],
     )
-    return o, final_state
 
 
 def backward(
@@ -76,6 +77,7 @@ def backward(
     dht: Optional[Tensor],
     scale: float,
     use_qk_l2norm: bool,
+    plan: str,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, beta in their dtypes and of the initial state in float32, without sequences if there is none.
 
@@ -88,7 +90,8 @@ def backward(
         cu_seqlens = cu_seqlens.contiguous()
     if dht is not None:
         dht = dht.contiguous()
-    dq, dk, dv, dg, dbeta, dh0 = ops.sm90_gated_delta_rule_bwd(
+    dq, dk, dv, dg, dbeta, dh0 = call_op(
+        ops.sm90_gated_delta_rule_bwd,
         _loadable(q),
         _loadable(k),
         _loadable(v),
@@ -102,6 +105,7 @@ def backward(
         use_qk_l2norm,
         False,
         wants_dh0,
+        PLANS["off" if q.dtype == torch.float16 else plan],  # no GPU has judged segments in float16 yet
     )
     return dq, dk, dv, dg.to(g.dtype), dbeta.to(beta.dtype), dh0
 
