@@ -133,6 +133,60 @@ def test_autocast_decides_on_the_dtype(project, modules):
     assert all(output.dtype == torch.bfloat16 for output in outputs)
 
 
+def test_backward_under_autocast_keeps_the_dtype_of_the_forward(project, modules):
+    modules = [module.float() for module in modules]
+    x = torch.randn(1, TOKENS, HIDDEN)
+
+    def gradients(is_enabled):
+        leaf = x.clone().requires_grad_()
+        loss = sum(output.square().sum() for output in project(leaf, modules))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_enabled):
+            return torch.autograd.grad(loss, [leaf, *(module.weight for module in modules)])
+
+    assert all(torch.equal(y, z) for y, z in zip(gradients(True), gradients(False), strict=True))
+
+
+@pytest.mark.parametrize("frozen", [(), (1,), (0, 1, 2)])
+def test_input_is_kept_for_the_gradients_of_weights_alone(project, modules, frozen):
+    for i in frozen:
+        modules[i].requires_grad_(False)
+    x, kept = torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda _: None):
+        project(x, modules)
+    assert (x.shape in kept) == (len(frozen) < len(modules))
+
+
+@pytest.mark.parametrize("tokens", [1, TOKENS])
+def test_shapes_without_data(project, tokens):
+    modules = [nn.Linear(512, size, bias=False, dtype=torch.bfloat16, device="meta") for size in SIZES]
+    outputs = project(torch.empty(1, tokens, 512, dtype=torch.bfloat16, device="meta"), modules)
+    assert [output.shape for output in outputs] == [(1, tokens, size) for size in SIZES]
+
+
+class Quantized(torch.Tensor):
+    """A weight that computes by itself, as those of torchao do in plain linear layers."""
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Quantized])
+def test_a_compiled_step_leaves_other_kinds_of_weights_to_their_modules(part, monkeypatch, kind):
+    projections, targets = part("projections"), []
+    monkeypatch.setattr(projections, "explain_device", lambda x, op: None)  # as on a GPU that has the kernel
+    modules = [nn.Linear(512, size, bias=False, dtype=torch.bfloat16) for size in SIZES]
+    for module in modules:
+        module.weight = nn.Parameter(module.weight.detach().as_subclass(kind))
+
+    def backend(graph, _):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return lambda *_: [torch.empty(0) for _ in SIZES]
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(projections.project, fullgraph=True, backend=backend)(
+            torch.randn(1, 1, 512, dtype=torch.bfloat16), modules
+        )
+    assert any("token_products" in target for target in targets) == (kind is torch.Tensor)
+
+
 def test_weight_that_is_not_gathered_is_left_to_its_module(project, modules):
     modules[1].weight = nn.Parameter(torch.empty(0, dtype=torch.float64))
     with pytest.raises(RuntimeError):
