@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -117,6 +118,21 @@ def test_package_metadata_admits_the_supported_versions():
         for requirement in map(Requirement, listed):
             if requirement.name in pinned:
                 assert pinned[requirement.name] in requirement.specifier, (name, requirement)
+
+
+def test_installing_the_clone_leaves_the_kernel_alone(tmp_path):
+    """`pip install /path/to/clone` builds a wheel in the clone, whose build/ is the kernel and not setuptools' to fill."""
+    pytest.importorskip("setuptools", minversion="77")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "flashqla_hub", tmp_path / "flashqla_hub", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "build").mkdir()
+    wheel = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
+    command = [sys.executable, "-c", wheel, str(tmp_path / "wheels")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "wheels").glob("flashqla_hub-*.whl"))) == 1
+    assert not list((tmp_path / "build").iterdir())
 
 
 def test_every_example_names_the_version_it_wants():
