@@ -203,7 +203,7 @@ def demo_command(
 ) -> None:
     """Train a small Qwen3.5 with HF Trainer through the kernel, draw its loss, and let it write.
 
-    Takes two to six minutes on two CPU cores, and needs no network. Fails, with a sentence, if anything else serves a gated
+    Takes one to six minutes on two CPU cores, and needs no network. Fails, with a sentence, if anything else serves a gated
     delta rule layer, a GPU with kernels does not use them, or the loss on held-out text falls by less than 20 %.
     """
     with told_in_one_sentence():

@@ -47,7 +47,7 @@ class Shape:
 
 def bench_convolution_command(
     shapes: Annotated[
-        list[str] | None, typer.Argument(help="BATCHxTOKENSxCHANNELS; those of the README if left out.")
+        list[str] | None, typer.Argument(help="BATCHxTOKENSxCHANNELS; those of docs/speed.md if left out.")
     ] = None,
     source: command.Source = command.ROOT,
     output: command.Output = None,
