@@ -42,7 +42,7 @@ def compare(name: str, steps: int, settings: Settings, console: Console) -> dict
     """
     reason = explain_missing(name, settings.device)
     if reason is None:
-        with console.status(f"comparing with {IMPLEMENTATIONS[name].title}, {min(steps, settings.steps)} steps"):
+        with console.status(f"comparing with {IMPLEMENTATIONS[name].title}, {min(steps, settings.last_step)} steps"):
             other = _settings_of(name, steps, settings)
             reason = _run(other)
     if reason is not None:
@@ -55,7 +55,7 @@ def _settings_of(name: str, steps: int, settings: Settings) -> Settings:
         settings,
         kernel=name,
         attention=IMPLEMENTATIONS[name].attention or settings.attention,
-        stop_after=steps,
+        stop_after=min(steps, settings.last_step),
         evaluate=False,
         save_every=0,
         save_model=False,
