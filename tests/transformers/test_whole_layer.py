@@ -194,6 +194,15 @@ def test_padding_is_masked_in_any_segment(net, kind, earlier):
         assert_close(masked[0], net(x[:1])[0])
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_pads_get_no_gradient(net, batch):
+    """P4: whatever the loss says of the outputs at their places; a single row is masked like a batch is."""
+    x, mask = hidden(batch, 12).requires_grad_(), torch.ones(batch, 12)
+    mask[0, :2] = mask[-1, 9:] = 0
+    net(x, attention_mask=mask).square().sum().backward()
+    assert not x.grad[mask == 0].any() and x.grad[mask == 1].all()
+
+
 @pytest.mark.parametrize("names", [("cu_seq_lens_q",), ("cu_seqlens",), ("seq_idx",), ("cu_seq_lens_q", "seq_idx")])
 def test_packed_rows_equal_separate_rows(net, names):
     """P1, P2: with empty sequences between them, values and gradients."""
