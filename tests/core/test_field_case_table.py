@@ -19,8 +19,13 @@ def named_by(row: re.Match) -> list[str]:
     return re.findall(r"`([^`]+)`", row["tests"])
 
 
-def functions_in(path: Path) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+def names_in(path: Path) -> set[str]:
+    """As pytest names them: behind the name of their class, if they have one."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        prefix, members = (f"{node.name}::", node.body) if isinstance(node, ast.ClassDef) else ("", [node])
+        found |= {prefix + member.name for member in members if isinstance(member, ast.FunctionDef)}
+    return {name for name in found if name.rpartition("::")[2].startswith("test_")}
 
 
 def test_every_case_has_one_row():
@@ -37,9 +42,9 @@ def test_no_line_of_a_table_is_unreadable():
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["case"])
 def test_named_tests_exist(row):
     for nodeid in named_by(row):
-        path, _, function = nodeid.partition("::")
+        path, _, test = nodeid.partition("::")
         assert (ROOT / path).is_file(), f"{path} is not in the tree"
-        assert function.startswith("test_") and function in functions_in(ROOT / path), f"{nodeid} does not exist"
+        assert test in names_in(ROOT / path), f"{nodeid} does not exist"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["case"])
