@@ -69,6 +69,14 @@ def test_a_number_that_comes_again_begins_another_sequence(kernel):
     assert relative_error(y, naive(x, weight, bias, "silu", sequence)) <= 1e-12
 
 
+def test_large_numbers_are_as_good_as_small_ones(kernel):
+    x, weight = torch.randn(1, 8, 7), torch.randn(8, 4)
+    small = torch.tensor([[0, 0, 1, 1, -1, 2, 2]])
+    large = torch.tensor([[2**31, 2**31, 2**31 + 2**32, 2**31 + 2**32, -(2**32), 1, 1]])
+    expected, found = (kernel.causal_conv1d_fn(x, weight, seq_idx=sequence) for sequence in (small.int(), large))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("packing", ["cu_seqlens", "seq_idx"])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
