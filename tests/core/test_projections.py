@@ -77,6 +77,19 @@ def test_input_without_gradient(project, modules):
     assert x.grad is None and all(module.weight.grad is not None for module in modules)
 
 
+def test_second_derivatives_are_those_of_the_modules(project, modules):
+    """What refuses them in a layer, such as its recurrence, is only reached through these."""
+
+    def second(call):
+        x = torch.linspace(-1, 1, TOKENS * HIDDEN, dtype=torch.float64).view(1, TOKENS, HIDDEN).requires_grad_()
+        weights = [module.weight for module in modules]
+        first = torch.autograd.grad(sum(y.sin().sum() for y in call(x, modules)), [x, *weights], create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in first), [x, *weights])
+
+    for found, expected in zip(second(project), second(separately), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 class Doubled(nn.Linear):
     """An adapter: not what its weight says."""
 

@@ -104,7 +104,6 @@ class _Projections(torch.autograd.Function):
         return _products(x, weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
         x, *weights = ctx.saved_tensors
         with torch.autocast(weights[0].device.type, enabled=False):  # in the dtype of the forward
