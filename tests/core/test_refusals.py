@@ -378,6 +378,8 @@ def test_an_unknown_plan_is_refused(kernel):
     for call in (kernel.chunk_gated_delta_rule, kernel.chunk_gated_delta_rule_fwd):
         with pytest.raises(ValueError, match="plan is 'fast'; it must be one of 'auto', 'invariant', 'off'"):
             call(*tensors, plan="fast")
+        with pytest.raises(ValueError, match=r"plan is \['off'\]; it must be one of"):
+            call(*tensors, plan=["off"])
 
 
 def test_residuals_of_another_chunk_size_are_refused(kernel, part):

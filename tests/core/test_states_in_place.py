@@ -54,6 +54,16 @@ def test_there_must_be_states(kernel):
         kernel.fused_recurrent_gated_delta_rule(**{**make_call(), "initial_state": None}, inplace_final_state=True)
 
 
+@pytest.mark.parametrize("how", [{"inplace_final_state": True}, {"state_indices": torch.tensor([0, 1, 2])}], ids=list)
+def test_states_in_the_same_memory_are_refused(kernel, how):
+    call = make_call()
+    call["initial_state"] = call["initial_state"][:1].expand(3, -1, -1, -1)
+    with pytest.raises(
+        ValueError, match=r"initial_state has strides .* must not repeat memory: pass initial_state\.clone"
+    ):
+        kernel.fused_recurrent_gated_delta_rule(**call, **how)
+
+
 @pytest.mark.parametrize("name", ["v", "initial_state"])
 def test_gradients_are_refused(kernel, name):
     call = make_call()
