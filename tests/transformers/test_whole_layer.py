@@ -337,12 +337,13 @@ def test_hook_of_the_convolution_runs_around_the_layer(net):
     assert events == [("load", net.conv1d), ("free", net.conv1d)]
 
 
-def test_projections_and_norm_are_called_as_modules(net):
-    """I9: adapters, shards and quantised weights live in the modules' forwards."""
+@pytest.mark.parametrize("tokens", [5, 70])
+def test_projections_and_norm_are_called_as_modules(net, tokens):
+    """I9: adapters, shards and quantised weights live in the modules' forwards. Many tokens go through plain ones together."""
     called = set()
     for name, module in net.named_children():
         module.register_forward_hook(lambda *args, name=name: called.add(name))
-    net(hidden(1, 5))
+    net(hidden(1, tokens))
     assert called == {name for name, _ in net.named_children()} - {"conv1d"}
 
 
