@@ -29,8 +29,10 @@ FAMILY = "qwen3_5"
 
 
 def rows(step: int) -> list[Tensor]:
-    """What each rank trains on: as many tokens each, so that the mean of their losses is that of all tokens."""
-    return [token_ids(1, 40 + 2 * step).roll(7 * rank, dims=1) for rank in range(WORLD)]
+    """What each rank trains on: as many tokens each, so that the mean of their losses is that of all tokens. More than 64, so that
+    projections are computed together.
+    """
+    return [token_ids(1, 70 + 2 * step).roll(7 * rank, dims=1) for rank in range(WORLD)]
 
 
 def train(model: nn.Module, batches: Iterator[list[Tensor]], parameters: Callable[[], dict[str, Tensor]]) -> dict:
@@ -71,7 +73,7 @@ def fsdp2(model: nn.Module, rank: int) -> dict[str, Tensor]:
 
 def logits_of(model: nn.Module) -> dict[str, Tensor]:
     with torch.no_grad():
-        return {"logits": model(token_ids(1, 40), use_cache=False).logits}
+        return {"logits": model(token_ids(1, 70), use_cache=False).logits}
 
 
 def save_divisible_model(folder: Path) -> nn.Module:
