@@ -29,8 +29,9 @@ FAMILY = "qwen3_5"
 
 
 def rows(step: int) -> list[Tensor]:
-    """What each rank trains on: as many tokens each, so that the mean of their losses is that of all tokens. More than 64, so that
-    projections are computed together.
+    """What each rank trains on: as many tokens each, so that the mean of their losses is that of all tokens.
+
+    They are more than 64, so that projections are computed together.
     """
     return [token_ids(1, 70 + 2 * step).roll(7 * rank, dims=1) for rank in range(WORLD)]
 
