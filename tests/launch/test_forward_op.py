@@ -307,8 +307,15 @@ def test_an_unwanted_final_state_is_not_written(product_process):
 
 @pytest.mark.parametrize(
     "call",
-    [Call(tokens=0), Call(tokens=0, offsets=(0, 0, 0)), Call(batch=0), Call(tokens=5, offsets=(0,))],
-    ids=["no-tokens", "packed-no-tokens", "no-batch", "no-sequences"],
+    [
+        Call(tokens=0),
+        Call(tokens=0, offsets=(0, 0, 0)),
+        Call(batch=0),
+        Call(batch=0, segment_chunks=1),
+        Call(tokens=5, offsets=(0,)),
+        Call(tokens=200, offsets=(0,), segment_chunks=1),
+    ],
+    ids=["no-tokens", "packed-no-tokens", "no-batch", "no-batch-cut", "no-sequences", "no-sequences-cut"],
 )
 @pytest.mark.parametrize("initial", [None, "float32", "bfloat16"])
 def test_without_chunks_nothing_is_launched_and_states_stay(product_process, call, initial):

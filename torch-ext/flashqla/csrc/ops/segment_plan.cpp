@@ -132,8 +132,9 @@ SegmentPlan plan_segments(int64_t segment_chunks, int64_t tokens, int64_t longes
                           int64_t sms) {
   const int64_t whole = divide_up(longest, CHUNK) > 0 ? divide_up(longest, CHUNK) : 1;
   int64_t chunks = segment_chunks;
-  if (chunks == 0) chunks = sequences > 0 && tokens > 0 ? best_length(tokens, longest, sequences, heads, sms) : whole;
-  if (chunks >= whole) return {tokens / CHUNK + 1, sequences, 0, false, false};
+  const bool empty = sequences == 0 || tokens == 0;
+  if (chunks == 0 && !empty) chunks = best_length(tokens, longest, sequences, heads, sms);
+  if (empty || chunks >= whole) return {tokens / CHUNK + 1, sequences, 0, false, false};
   const int64_t replay = chunks;
   const Estimate times = estimate(mean_chunks(tokens, sequences), chunks, sequences, heads, sms, EXPECTED_LINKED);
   return {chunks, tokens / (chunks * CHUNK) + sequences, replay, true, times.apart < times.together};
