@@ -89,22 +89,6 @@ def test_the_plan_reaches_the_compiled_op_on_both_ways(kernel, part, ways, monke
     assert taken == [{"auto": 0, "invariant": 64, "off": 2**25}[plan]] * 2
 
 
-@pytest.mark.parametrize("bounds", [None, [0]], ids=["no batch", "no bounds"])
-def test_no_sequences_are_not_cut(kernel, part, ways, monkeypatch, bounds):
-    """The library divides tokens by sequences for the plan of a given length."""
-    path, taken = part("gated_delta_rule.sm90_path"), []
-
-    def recording(q, k, v, *options):
-        taken.append(options[-1])
-        return v.clone(), v.new_empty(0, 2, 16, 16)
-
-    monkeypatch.setattr(path, "ops", SimpleNamespace(sm90_gated_delta_rule_fwd=recording))
-    batch, offsets = (0, None) if bounds is None else (1, torch.tensor(bounds))
-    q, v, gates = (torch.zeros(batch, 5000, *sizes) for sizes in ((1, 16), (2, 16), (2,)))
-    kernel.chunk_gated_delta_rule(q, q, v, gates, gates, cu_seqlens=offsets, plan="invariant")
-    assert taken == [2**25]
-
-
 def test_a_parameter_is_a_plain_tensor(kernel, ways):
     p = problem()
     with torch.no_grad():

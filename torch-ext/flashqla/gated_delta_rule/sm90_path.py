@@ -48,9 +48,6 @@ def call(
         initial_state = initial_state.contiguous()
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
-    segment_chunks = PLANS[plan]
-    if (q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1) == 0:
-        segment_chunks = PLANS["off"]  # nothing to cut, and the library would divide by the number of sequences
     return call_op(
         ops.sm90_gated_delta_rule_fwd,
         _loadable(q),
@@ -64,7 +61,7 @@ def call(
         use_qk_l2norm,
         state_v_first,
         output_final_state,
-        segment_chunks,
+        PLANS[plan],
     )
 
 
