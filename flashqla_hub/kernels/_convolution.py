@@ -162,17 +162,20 @@ def mark_tokens(turn, marks: T.Ref, previous: T.Ref, sequence, entry_at, count):
 
 
 @T.macro
-def mark_tile(taps, changes: T.Ref, nones: T.Ref, sequence, row_at, first, tokens, lane):
-    """Bit i of `changes`: token first - (taps - 1) + i begins a sequence; of `nones`: it belongs to none. For all lanes."""
-    token, current, previous = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+def load_numbers(taps, current: T.Ref, previous: T.Ref, sequence, row_at, first, tokens, lane):
+    """The sequences of token first - (taps - 1) + lane and of the one before it; equal where there is no such token."""
+    token = T.alloc_var("int32")
     token = first - (taps - 1) + lane
-    current = 0
-    previous = 0
     if token >= 0 and token < tokens:
         current = sequence[row_at + token]
         previous = current + 1
         if token > 0:
-            previous = sequence[row_at + token - 1]
+            previous = sequence[row_at + token - 1]  # noqa: F841
+
+
+@T.macro
+def mark_tile(changes: T.Ref, nones: T.Ref, current, previous):
+    """Bit i of `changes`: token i of the lanes begins a sequence; of `nones`: it belongs to none. For all lanes of a warp."""
     changes = T.call_extern("int32", "lanes_with", current != previous)  # noqa: F841 (a store through the reference)
     nones = T.call_extern("int32", "lanes_with", current < 0)  # noqa: F841
 

@@ -25,6 +25,7 @@ from ._convolution import (
     fast_gate,
     load_bias,
     load_history,
+    load_numbers,
     load_vector,
     load_weights,
     mark_tile,
@@ -95,6 +96,16 @@ def write_token(size, out, z, is_none, silu, is_normed, y, y_at, is_owned):
 
 
 @T.macro
+def load_tile(taps, size, turn, raw_history, raw, x, x_at: T.Ref, x_token, first, stop):
+    """Issues the loads of a tile's tokens, and of those before it; of its last token for those behind the row."""
+    load_history(taps, size, raw_history, x, x_at, x_token, first)
+    for i in T.unroll(turn):
+        load_vector(size, raw, i, x, x_at)
+        if first + i + 1 < stop:
+            x_at += x_token
+
+
+@T.macro
 def convolve_tile(
     taps,
     size,
@@ -138,6 +149,9 @@ def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
     is_general, shape = mode == "general", shape or SHAPES[taps, mode, norms_heads]
     assert not norms_heads or shape.size * WARP == HEAD_DIM
     size, turn, blocks = shape.size, shape.turn, shape.blocks_per_sm
+    is_apart = (
+        is_general or norms_heads
+    )  # loads before the branch that uses them, so that marks do not wait in front of them
     weight_count, entries = T.dynamic("weight_count"), T.dynamic("entries")
     bias_count, wide_bias_count = T.dynamic("bias_count"), T.dynamic("wide_bias_count")
     wide_weight_count = T.dynamic("wide_weight_count")
@@ -184,7 +198,7 @@ def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
             raw_history, raw = T.alloc_local(((taps - 1) * size,), dtype), T.alloc_local((turn * size,), dtype)
             out = T.alloc_local((size,), dtype)
             tile, vector, row, tiles, state_at = (T.alloc_var("int32") for _ in range(5))
-            first, stop, changes, nones = (T.alloc_var("int32") for _ in range(4))
+            first, stop, current, previous, changes, nones = (T.alloc_var("int32") for _ in range(6))
             x_at, y_at = T.alloc_var("int64"), T.alloc_var("int64")
             tile = layer * depth + part
             vector = group * THREADS + T.get_thread_binding()
@@ -192,20 +206,35 @@ def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
             row = T.truncdiv(tile, tiles)
             first = T.truncmod(tile, tiles) * turn
             T.pdl_sync()
-            changes = 0
-            nones = 0
+            current = 0
+            previous = 0
             if is_general and is_packed != 0 and row < batch:
-                mark_tile(taps, changes, nones, sequence, row * tokens, first, tokens, T.get_thread_binding() % WARP)
-            if row < batch and vector < vectors:
+                load_numbers(
+                    taps,
+                    current,
+                    previous,
+                    sequence,
+                    row * tokens,
+                    first,
+                    tokens,
+                    T.truncmod(T.get_thread_binding(), WARP),
+                )
+            if is_apart and row < batch and vector < vectors:
                 stop = T.min(first + turn, tokens)
                 x_at = row * x_row + first * T.cast(x_token, "int64") + vector
+                load_tile(taps, size, turn, raw_history, raw, x, x_at, x_token, first, stop)
+            changes = 0
+            nones = 0
+            if is_general:
+                mark_tile(changes, nones, current, previous)
+            if row < batch and vector < vectors:
+                if not is_apart:
+                    stop = T.min(first + turn, tokens)
+                    x_at = row * x_row + first * T.cast(x_token, "int64") + vector
                 y_at = (row * T.cast(tokens, "int64") + first) * vectors + vector
                 state_at = (row * vectors + vector) * size * (width - 1)
-                load_history(taps, size, raw_history, x, x_at, x_token, first)
-                for i in T.unroll(turn):
-                    load_vector(size, raw, i, x, x_at)
-                    if first + i + 1 < stop:
-                        x_at += x_token
+                if not is_apart:
+                    load_tile(taps, size, turn, raw_history, raw, x, x_at, x_token, first, stop)
                 load_weights(
                     taps, size, raw_weight, wide, weight, weights, wide_weights, is_wide, vector, width, not is_general
                 )
