@@ -290,7 +290,7 @@ class TokenProductsSpec:
     dtype: str
     count: int
     # Four rows of each of four matrices, and of every token, in one turn at least.
-    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 32, "STG": 16})
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 32, "STG": 4})
     pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
 
     @property

@@ -22,7 +22,7 @@ def run(options):
 
 def test_matrices_share_one_launch(product_process):
     [call], addresses, described = product_process.run(run, {})
-    assert (call.kernel, call.grid, call.block) == ("token_products_4_bf16_kernel", (3 + 2 + 1, 1, 1), (128, 1, 1))
+    assert (call.kernel, call.grid, call.block) == ("token_products_4_bf16_kernel", (10 + 5 + 1, 1, 1), (128, 1, 1))
     expected = {f"rows_{i}": rows for i, rows in enumerate((40, 17, 4, 0))}
     expected |= {"tokens": 2, "vectors": WIDTH // 8, **addresses}
     assert {name: call.arguments[name] for name in expected} == expected
@@ -31,7 +31,7 @@ def test_matrices_share_one_launch(product_process):
 
 def test_one_token_has_a_kernel_of_its_own(product_process):
     [call], _, described = product_process.run(run, {"tokens": (1, 1), "dtype": "float16", "rows": (16,)})
-    assert (call.kernel, call.grid) == ("token_products_1_fp16_kernel", (1, 1, 1))
+    assert (call.kernel, call.grid) == ("token_products_1_fp16_kernel", (4, 1, 1))
     assert described == [((1, 1, rows), "torch.float16") for rows in (16, 0, 0, 0)]
 
 
