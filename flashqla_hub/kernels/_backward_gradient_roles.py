@@ -221,11 +221,10 @@ def multiply_pairs(t, r, slot, source):
 
 
 @T.macro
-def weigh(thread, t, r, slot, staged):
+def weigh(t, r, slot, staged):
     """r.weights: decay from a token, the column, to the same or a later one, the row, times the norm of the column's key."""
     for a in T.Parallel(CHUNK):
         r.decay[a] = t.rows[staged, ROW_DECAY, a]
-        r.gap[a] = distance(thread, a)
     for a, c in T.Parallel(CHUNK, CHUNK):
         is_read = r.gap[a] >= column_of_quad(c)
         since = T.exp2(T.Select(is_read, r.decay[a] - t.rows[staged, ROW_DECAY, c], VANISHING))
@@ -276,14 +275,22 @@ def sum_pairs(thread, t, r, staged):
 
 
 @T.macro
-def pair_head(thread, t, b, r, works, heads, rows, scale):
+def start_pairs(thread, r):
+    for a in T.Parallel(CHUNK):
+        r.gap[a] = distance(thread, a)
+
+
+@T.macro
+def pair_head(thread, t, b, r, works, heads, rows, scale, ahead, chunks, work, count, key_heads):
     """Pairs of tokens of one head, for the warpgroups that own gradients, and their part of dg and dbeta.
 
-    Keys read strictly earlier tokens, queries their own too.
+    Keys read strictly earlier tokens, queries their own too. ahead = rows of the chunk of the next turn, whose work is given.
     """
     slot, staged = same_slot(works), heads % SLOTS
+    for a in T.Parallel(CHUNK):
+        r.gap[a] = T.shfl_xor(r.gap[a], 0)  # the same; the compiler would keep what it compares with it
     wait(b.rows_ready, staged, phase(heads, SLOTS))
-    weigh(thread, t, r, slot, staged)
+    weigh(t, r, slot, staged)
     wait(b.errors_ready, 0, phase(heads, 1))
     T.clear(r.pairs)
     for turn in T.serial(SOURCES):
@@ -302,6 +309,9 @@ def pair_head(thread, t, b, r, works, heads, rows, scale):
         weigh_pairs(t, r, slot, staged, rows, source, scale)
     T.fence_proxy_async()
     arrive(b.pairs_ready, staged, thread)
+    ahead[0] = 0  # looked up in each head, so that it is not held where registers are short
+    if work < count:
+        ahead[0] = chunks[T.truncdiv(work, key_heads), CHUNK_ROWS]
     wait(b.parts_free, staged, phase_before(heads, SLOTS))
     wait(b.parts_free, (heads + 1) % SLOTS, phase_before(heads + 1, SLOTS))  # sums over columns have one place
     sum_pairs(thread, t, r, staged)

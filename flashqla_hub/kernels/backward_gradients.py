@@ -63,6 +63,7 @@ from ._backward_gradient_roles import (
     pair_head,
     query_head,
     receive_tokens,
+    start_pairs,
     start_rows,
     sum_head,
     write_gradient,
@@ -133,16 +134,23 @@ def build_backward_gradients(dtype):
             thread = T.get_thread_binding()
             if thread < QUERY_ROLE:
                 T.set_max_nreg(BACKWARD_GRADIENTS.pairs.registers, 1)
-                place = T.alloc_local((4,), "int32")
+                rows, ahead = T.alloc_var("int32"), T.alloc_local((2,), "int32")
                 works, heads, work = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
                 works, heads, work = 0, 0, 0
+                look_ahead(work, ahead, chunks, chunk_slots * key_heads, key_heads, BLOCKS, -1, block)
+                ahead[0] = ahead[1]
+                start_pairs(thread, of_pairs)
                 for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
-                    find_work(work, place, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
-                    if place[3] > 0:
+                    rows = ahead[0]
+                    work = (turn + 1) * BLOCKS + block
+                    if rows > 0:
                         slot = works % SLOTS
-                        receive_tokens(dtype, thread, t, b, slot, works, place[3], 2)
+                        receive_tokens(dtype, thread, t, b, slot, works, rows, 2)
                         for _ in T.serial(T.truncdiv(value_heads, key_heads)):
-                            pair_head(thread, t, b, of_pairs, works, heads, place[3], scale)
+                            pair_head(
+                                thread, t, b, of_pairs, works, heads, rows, scale, ahead, chunks, work,
+                                chunk_slots * key_heads, key_heads,
+                            )  # fmt: skip
                             heads += 1
                         arrive(b.tokens_free, slot, thread)
                         works += 1
