@@ -2,23 +2,31 @@
 
 import tilelang.language as T
 
-from ._recurrence_tiles import DECAYED_KEYS, SLOTS, STAGES, phase, phase_before
+from ._recurrence_tiles import DECAYED_KEYS, ITEMS, SLOTS, STAGES, phase, phase_before
+from ._segments import describe_item
 from ._sm90 import (
     CHUNK,
     END_FINAL,
+    END_NOTHING,
     END_STATE,
     END_TRANSITION,
     HEAD_DIM,
     ITEM_CHUNKS,
+    ITEM_END,
     ITEM_FIRST_SLOT,
     ITEM_FIRST_TOKEN,
     ITEM_HEAD,
     ITEM_LAST_ROWS,
     ITEM_LINKS,
     ITEM_OWN,
+    ITEM_PAST_CHUNKS,
+    ITEM_PAST_LINKS,
+    ITEM_SEQUENCE,
+    ITEM_SIGN,
     ITEM_SILENT,
     ITEM_START,
     L2NORM_EPS,
+    NO_MORE,
     RECURRENCE,
     START_IDENTITY,
     START_INITIAL,
@@ -29,7 +37,7 @@ from ._sm90 import (
     WARPGROUP,
     WARPS_PER_GROUP,
 )
-from ._tile import arrive, fraction, is_factored, wait
+from ._tile import arrive, find_reference, fraction, wait
 
 BY_ROWS = T.GemmWarpPolicy.FullRow  # each state warpgroup takes 64 value rows
 STATE_THREADS = RECURRENCE.state.warps * WARP
@@ -39,6 +47,21 @@ TURN = 1  # named barriers 1 and 2 say whose turn the tensor cores are; the scor
 MEETING, STORED = 3, 4
 LANES_PER_ROW = HEAD_DIM // EIGHT  # of a row of 16-bit values in 16-byte accesses
 LINK_ACCESSES = 16  # of a thread at once: two tiles of a transition
+
+
+def word(t, warp, which):
+    """A word of the item that a state warp is at, from shared memory each time: those warps have no register to spare."""
+    return t.item[t.turn[warp] % ITEMS, which]
+
+
+def matrix_of(t, warp, value_heads):
+    """Row of `initial` and `final`."""
+    return word(t, warp, ITEM_SEQUENCE) * value_heads + word(t, warp, ITEM_HEAD)
+
+
+def base_of(t, warp, value_heads):
+    """Row of `states` that the item's links start from."""
+    return word(t, warp, ITEM_OWN) - (word(t, warp, ITEM_LINKS) + 1) * value_heads
 
 
 @T.macro
@@ -107,22 +130,22 @@ def multiply_half(S, high, low, k, part):
 
 
 @T.macro
-def follow_links(thread, dtype, t, b, r, links, row, value_heads, states):
+def follow_links(thread, dtype, t, b, r, warp, value_heads, states):
     """S <- transition_j S + state_j over the segments before the own one, both factors in two parts: exact to 2^-16.
 
     The transition's parts lie in the places of the keys: rows 0 and 64 of the high part, then of the low part.
     """
-    for i in T.serial(links):
+    for i in T.serial(word(t, warp, ITEM_LINKS)):
         split_half(dtype, r.S, 0, r.high[0], r.low[0])
         split_half(dtype, r.S, CHUNK, r.high[1], r.low[1])
         for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
-            r.S[a, c] = states[row + (i + 1) * value_heads, a * HEAD_DIM + c]
-        wait(b.link_ready, 0, i % 2)
+            r.S[a, c] = states[base_of(t, warp, value_heads) + (i + 1) * value_heads, a * HEAD_DIM + c]
+        wait(b.link_ready, 0, (word(t, warp, ITEM_PAST_LINKS) + i) % 2)
         multiply_half(r.S, r.high[0], r.low[0], t.k, 0)
         multiply_half(r.S, r.high[1], r.low[1], t.k, 1)
         T.wait_wgmma(0)
         arrive(b.link_free, 0, thread)
-    if links > 0:
+    if word(t, warp, ITEM_LINKS) > 0:
         arrive(b.keys_free, 0, thread)
 
 
@@ -170,11 +193,19 @@ def write_state(half, thread, t, b, r, i):
 
 
 @T.macro
+def finish_state(t, r, slot):
+    """The decay from the reference to the chunk's end, where they differ."""
+    if t.late_decay[slot] != 1.0:
+        for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+            r.S[a, c] *= t.late_decay[slot]
+
+
+@T.macro
 def read_state(half, t, r, i):
-    """O of a chunk, from the state before it and N; the state product is complete afterwards."""
+    """O of a chunk, from the state before it and N; state and outputs are complete afterwards."""
     stage, slot = i % STAGES, i % SLOTS
     T.wgmma_gemm(r.S_in, t.q[stage, :, :], r.O, transpose_B=True, clear_accum=True, policy=BY_ROWS)
-    if t.write_stage[slot] != DECAYED_KEYS:  # factored: the scores carry the inverse of the outputs' scale
+    if t.in_one_step[slot] != 0:  # the scores carry the inverse of the outputs' scale
         T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
         give_turn(half)
         T.wait_wgmma(0)
@@ -185,28 +216,35 @@ def read_state(half, t, r, i):
         scale_outputs(t, r, slot)
         T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
         T.wait_wgmma(0)
+        finish_state(t, r, slot)
 
 
 @T.macro
-def keep_state(thread, t, b, r, chunks, silent):
-    """State and outputs of 64 value rows, the state in registers from the first chunk to the last."""
+def keep_state(thread, t, b, r, warp, chunk):
+    """State and outputs of 64 value rows, the state in registers from the item's first chunk to its last.
+
+    chunk[0] numbers the block's chunks, and moves on. It starts as a constant and not as a word of the item, so that it may
+    lie in a uniform register, like all that follows from it: stages, slots, descriptors.
+    """
     half = thread // WARPGROUP
     if half == 1:
         give_turn(half)
-    for i in T.serial(silent):
-        write_state(half, thread, t, b, r, i)
+    for _ in T.serial(word(t, warp, ITEM_SILENT)):
+        slot = chunk[0] % SLOTS
+        write_state(half, thread, t, b, r, chunk[0])
         give_turn(half)
         T.wait_wgmma(0)
-        arrive(b.scores_free, i % SLOTS, thread)
-        arrive(b.tokens_free, i % STAGES, thread)
-        arrive(b.output_ready, half * SLOTS + i % SLOTS, thread)
-    for more in T.serial(chunks - silent):
-        i = silent + more
-        slot = i % SLOTS
-        write_state(half, thread, t, b, r, i)
-        read_state(half, t, r, i)
+        finish_state(t, r, slot)
         arrive(b.scores_free, slot, thread)
-        arrive(b.tokens_free, i % STAGES, thread)
+        arrive(b.tokens_free, chunk[0] % STAGES, thread)
+        arrive(b.output_ready, half * SLOTS + slot, thread)
+        chunk[0] += 1
+    for _ in T.serial(word(t, warp, ITEM_CHUNKS) - word(t, warp, ITEM_SILENT)):
+        slot = chunk[0] % SLOTS
+        write_state(half, thread, t, b, r, chunk[0])
+        read_state(half, t, r, chunk[0])
+        arrive(b.scores_free, slot, thread)
+        arrive(b.tokens_free, chunk[0] % STAGES, thread)
         for a, c in T.Parallel(HEAD_DIM, CHUNK):
             r.o[c, a] = r.O[a, c]
         if slot == 0:
@@ -215,8 +253,69 @@ def keep_state(thread, t, b, r, chunks, silent):
             T.copy(r.o, t.o[1])
         T.fence_proxy_async()
         arrive(b.output_ready, half * SLOTS + slot, thread)
+        chunk[0] += 1
     if half == 0:
         take_turn(half)
+
+
+@T.macro
+def keep_states(
+    thread,
+    dtype,
+    t,
+    b,
+    r,
+    value_heads,
+    initial,
+    states,
+    final,
+    transitions,
+    reach,
+    ready,
+    value_stride,
+    key_stride,
+):
+    """The state warpgroups' share of every item that the block gets."""
+    warp = thread // WARP
+    chunk = T.alloc_local((1,), "int32")
+    chunk[0] = 0
+    if thread % WARP == 0:
+        t.turn[warp] = 0
+    wait(b.item_ready, 0, 0)
+    while word(t, warp, ITEM_CHUNKS) != NO_MORE:
+        load_state(
+            r.S,
+            word(t, warp, ITEM_START),
+            matrix_of(t, warp, value_heads),
+            base_of(t, warp, value_heads),
+            initial,
+            states,
+            value_stride,
+            key_stride,
+        )
+        follow_links(thread, dtype, t, b, r, warp, value_heads, states)
+        keep_state(thread, t, b, r, warp, chunk)
+        store_state(
+            thread,
+            dtype,
+            r,
+            word(t, warp, ITEM_END),
+            matrix_of(t, warp, value_heads),
+            word(t, warp, ITEM_OWN),
+            word(t, warp, ITEM_SIGN),
+            final,
+            states,
+            transitions,
+            reach,
+            ready,
+            value_stride,
+            key_stride,
+        )
+        arrive(b.item_free, t.turn[warp] % ITEMS, thread)
+        if thread % WARP == 0:
+            t.turn[warp] += 1
+        T.sync_warp()
+        wait(b.item_ready, t.turn[warp] % ITEMS, phase(t.turn[warp], ITEMS))
 
 
 @T.macro
@@ -284,11 +383,15 @@ def clear_tail(dtype, t, stage, slot, rows):
 
 
 @T.macro
-def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_outputs):
-    """The scales of a chunk and, if it has outputs, Q K^T with its mask and gates; then says that all of it is there."""
+def prepare_chunk(thread, dtype, t, b, r, rows, i, scale, use_l2norm, has_outputs):
+    """The scales of a chunk and, if it has outputs, Q K^T with its mask and gates; then says that all of it is there.
+
+    `rows` are the rows of the chunk: fewer than CHUNK if the sequence ends in it.
+    """
     lane, warp = thread % WARP, (thread - STATE_THREADS) // WARP
     row, part = (thread - STATE_THREADS) // 2, thread % 2
-    q_scale = T.alloc_local((1,), "float32")
+    q_scale, reference = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
+    factored = T.alloc_local((1,), "int32")
     decay, last, since = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
     stage, slot = i % STAGES, i % SLOTS
     wait(b.tokens_ready, stage, phase(i, STAGES))
@@ -298,33 +401,39 @@ def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_output
         query_scale(dtype, t, stage, row, part, scale, use_l2norm, q_scale)
     decay = t.decay[stage, row]
     last = t.decay[stage, CHUNK - 1]
-    factored = is_factored(dtype, last, t.decay[stage, lane], t.decay[stage, lane + WARP])
+    find_reference(dtype, last, t.decay[stage, lane], t.decay[stage, lane + WARP], reference, factored)
     since = T.exp2(decay)
     wait(b.scores_free, slot, phase_before(i, SLOTS))
     t.row_scale[slot, part, row] = since * T.Select(part == READ, t.key_norm[stage, row], q_scale[0])
     if part == 0:
-        t.score_scale[row] = q_scale[0]
+        t.score_scale[row] = q_scale[0] * T.Select(factored[0] != 0, T.exp2(decay - reference[0]), 1.0)
         t.key_scale[row] = T.exp2(T.floor(last - decay))
     if row == CHUNK - 1:
         if part == 0:
-            t.chunk_decay[slot] = since
-            t.write_stage[slot] = T.Select(factored != 0, stage, DECAYED_KEYS)
+            t.chunk_decay[slot] = T.exp2(reference[0])
+            t.late_decay[slot] = T.exp2(last - reference[0])
+            t.write_stage[slot] = T.Select(factored[0] != 0, stage, DECAYED_KEYS)
+            t.in_one_step[slot] = T.cast(T.And(factored[0] != 0, reference[0] == last), "int32")
     T.sync_warp()
     if has_outputs:
         T.wait_wgmma(0)
-        if factored != 0:
+        if factored[0] == 0:
+            gate_scores(t, r, stage, warp, lane, last)
+        elif reference[0] == last:
             growth = T.exp2(-last)
             for a, c in T.Parallel(CHUNK, CHUNK):
                 r.out[a, c] = T.Select(a >= c, r.score[a, c] * growth, 0.0)
         else:
-            gate_scores(t, r, stage, warp, lane, last)
+            for a in T.Parallel(CHUNK):
+                r.row_factor[a] = t.score_scale[a]
+            for a, c in T.Parallel(CHUNK, CHUNK):
+                r.out[a, c] = T.Select(a >= c, r.score[a, c] * r.row_factor[a], 0.0)
         T.copy(r.out, t.scores[slot, :, :])
     wait(b.values_ready, slot, phase(i, SLOTS))
     if has_outputs:
-        if i == item[ITEM_CHUNKS] - 1:
-            if item[ITEM_LAST_ROWS] < CHUNK:
-                clear_tail(dtype, t, stage, slot, item[ITEM_LAST_ROWS])
-    if factored == 0:
+        if rows < CHUNK:
+            clear_tail(dtype, t, stage, slot, rows)
+    if factored[0] == 0:
         if i > 0:  # one place for decayed keys: the chunk before must be through with it
             wait(b.scores_free, 1 - slot, phase(i - 1, SLOTS))
         decay_keys(dtype, t, stage, warp, lane)
@@ -335,14 +444,19 @@ def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_output
 
 
 @T.macro
-def bring_links(thread, dtype, t, b, item, value_heads, transitions):
-    """Transitions of the links to the places of the keys, both parts; not by TMA, which other blocks' stores do not order."""
+def bring_links(thread, dtype, t, b, links_before, links, own, first, value_heads, transitions):
+    """Transitions of the links to the places of the keys, both parts; not by TMA, which other blocks' stores do not order.
+
+    The chunks of the items before have left those places once the state warpgroups are through with the last of them.
+    """
     row = (thread - STATE_THREADS) // LANES_PER_ROW
     column = (thread - STATE_THREADS) % LANES_PER_ROW * EIGHT
     packed = T.alloc_local((LINK_ACCESSES, EIGHT), dtype)
-    for i in T.serial(item[ITEM_LINKS]):
-        segment = item[ITEM_OWN] - (item[ITEM_LINKS] - i) * value_heads
-        wait(b.link_free, 0, (i + 1) % 2)
+    if T.And(links > 0, first > 0):
+        wait(b.scores_free, (first - 1) % SLOTS, phase(first - 1, SLOTS))
+    for i in T.serial(links):
+        segment = own - (links - i) * value_heads
+        wait(b.link_free, 0, (links_before + i + 1) % 2)
         for part in T.serial(2 * HEAD_DIM // (LINK_ACCESSES * EIGHT)):
             for turn in T.unroll(LINK_ACCESSES):
                 for e in T.vectorized(EIGHT):
@@ -357,50 +471,179 @@ def bring_links(thread, dtype, t, b, item, value_heads, transitions):
 
 
 @T.macro
-def form_scores(thread, dtype, t, b, r, item, scale, use_l2norm):
-    """Replayed chunks have no outputs and are whole; the others have both a mask and perhaps an end."""
-    if item[ITEM_START] == START_IDENTITY:  # a transition has no values, and the loader brings none
-        for a, c in T.Parallel(CHUNK, HEAD_DIM):
-            t.v[0][a, c] = T.cast(0, dtype)
-            t.v[1][a, c] = T.cast(0, dtype)
-        T.fence_proxy_async()
-    for i in T.serial(item[ITEM_SILENT]):
-        prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, False)
-    for more in T.serial(item[ITEM_CHUNKS] - item[ITEM_SILENT]):
-        prepare_chunk(thread, dtype, t, b, r, item, item[ITEM_SILENT] + more, scale, use_l2norm, True)
+def form_scores(thread, dtype, t, b, r, value_heads, transitions, scale, use_l2norm):
+    """The score warpgroup's share of every item: replayed chunks have no outputs and are whole; others may have an end."""
+    n, chunk, links_before, chunks, silent = (T.alloc_var("int32") for _ in range(5))
+    n, chunk, links_before = 0, 0, 0
+    wait(b.item_ready, 0, 0)
+    chunks = t.item[0, ITEM_CHUNKS]
+    while chunks != NO_MORE:
+        place = n % ITEMS
+        links = t.item[place, ITEM_LINKS]
+        bring_links(thread, dtype, t, b, links_before, links, t.item[place, ITEM_OWN], chunk, value_heads, transitions)
+        silent = t.item[place, ITEM_SILENT]
+        for _ in T.serial(silent):
+            prepare_chunk(thread, dtype, t, b, r, CHUNK, chunk, scale, use_l2norm, False)
+            chunk += 1
+        for step in T.serial(chunks - silent):
+            rows = T.Select(silent + step == chunks - 1, t.item[place, ITEM_LAST_ROWS], CHUNK)
+            prepare_chunk(thread, dtype, t, b, r, rows, chunk, scale, use_l2norm, True)
+            chunk += 1
+        links_before += links
+        arrive(b.item_free, place, thread)
+        n += 1
+        wait(b.item_ready, n % ITEMS, phase(n, ITEMS))
+        chunks = t.item[n % ITEMS, ITEM_CHUNKS]
 
 
 @T.macro
-def load_tokens(thread, t, b, item, key_head, q, k, decay, key_norm):
-    """The chunks, once the transitions of the links have left the places of the keys."""
-    if item[ITEM_LINKS] > 0:
-        wait(b.keys_free, 0, 0)
-    for i in T.serial(item[ITEM_CHUNKS]):
+def take_item(index, taken, queue, given, lane):
+    """index[0] <- the next item that no block has, or a number behind the last.
+
+    Items are handed out in their order, so that one may wait for those before it: blocks that run have them.
+    """
+    if lane == 0:
+        index[0] = T.atomic_add(taken[queue], 1, return_prev=True) + given
+    index[0] = T.shfl_sync(index[0], 0)
+
+
+@T.macro
+def load_chunks(thread, t, b, place, group, q, k, decay, key_norm):
+    """Queries, keys, decays and key norms of an item."""
+    key_head = T.truncdiv(t.item[place, ITEM_HEAD], group)
+    for step in T.serial(t.item[place, ITEM_CHUNKS]):
+        i = t.item[place, ITEM_PAST_CHUNKS] + step
         stage = i % STAGES
-        token, chunk = item[ITEM_FIRST_TOKEN] + i * CHUNK, item[ITEM_FIRST_SLOT] + i
+        token, chunk = t.item[place, ITEM_FIRST_TOKEN] + step * CHUNK, t.item[place, ITEM_FIRST_SLOT] + step
         wait(b.tokens_free, stage, phase_before(i, STAGES))
         T.tma_copy(k[token : token + CHUNK, key_head, :], t.k[stage, :, :], barrier=b.tokens_ready[stage])
-        if i >= item[ITEM_SILENT]:
+        if step >= t.item[place, ITEM_SILENT]:
             T.tma_copy(q[token : token + CHUNK, key_head, :], t.q[stage, :, :], barrier=b.tokens_ready[stage])
-        T.tma_copy(decay[chunk, item[ITEM_HEAD], :], t.decay[stage, :], barrier=b.tokens_ready[stage])
+        T.tma_copy(decay[chunk, t.item[place, ITEM_HEAD], :], t.decay[stage, :], barrier=b.tokens_ready[stage])
         T.tma_copy(key_norm[chunk, key_head, :], t.key_norm[stage, :], barrier=b.tokens_ready[stage])
         arrive(b.tokens_ready, stage, thread)
 
 
 @T.macro
-def load_values(thread, t, b, item, v, operand):
-    for i in T.serial(item[ITEM_CHUNKS]):
-        slot = i % SLOTS
-        token, chunk, head = item[ITEM_FIRST_TOKEN] + i * CHUNK, item[ITEM_FIRST_SLOT] + i, item[ITEM_HEAD]
-        wait(b.values_free, slot, phase_before(i, SLOTS))
-        if item[ITEM_START] != START_IDENTITY:
+def load_tokens(
+    thread,
+    t,
+    b,
+    q,
+    k,
+    decay,
+    key_norm,
+    taken,
+    queue,
+    block,
+    given,
+    first_item,
+    items,
+    has_initial,
+    write_final,
+    cu_words,
+    words_per_entry,
+    dense_length,
+    sequences,
+    tokens,
+    value_heads,
+    group,
+    segment_slots,
+    segment_chunks,
+    replay,
+    has_cuts,
+    bound,
+    ready,
+    reach,
+):
+    """Takes items, says what they are and loads their chunks, once the transitions of links have left the places of the keys."""
+    n, index = T.alloc_var("int32"), T.alloc_local((1,), "int32")
+    n = 0
+    if thread % WARP == 0:
+        t.past_chunks[0] = 0
+        t.past_links[0] = 0
+        t.past_linked[0] = 0
+    T.sync_warp()
+    index[0] = block  # where no item waits for others, each block starts with that of its own number
+    if given == 0:
+        take_item(index, taken, queue, given, thread % WARP)
+    while index[0] < items:
+        place = n % ITEMS
+        wait(b.item_free, place, phase_before(n, ITEMS))
+        describe_item(
+            t.item,
+            place,
+            first_item + index[0],
+            has_initial,
+            write_final,
+            cu_words,
+            words_per_entry,
+            dense_length,
+            sequences,
+            tokens,
+            value_heads,
+            segment_slots,
+            segment_chunks,
+            replay,
+            has_cuts,
+            bound,
+            ready,
+            reach,
+            thread % WARP,
+        )
+        if T.Or(t.item[place, ITEM_CHUNKS] != 0, t.item[place, ITEM_END] != END_NOTHING):
+            if thread % WARP == 0:
+                t.item[place, ITEM_PAST_CHUNKS] = t.past_chunks[0]
+                t.item[place, ITEM_PAST_LINKS] = t.past_links[0]
+                t.past_chunks[0] += t.item[place, ITEM_CHUNKS]
+                t.past_links[0] += t.item[place, ITEM_LINKS]
+            arrive(b.item_ready, place, thread)
+            if t.item[place, ITEM_LINKS] > 0:
+                wait(b.keys_free, 0, t.past_linked[0] % 2)
+                if thread % WARP == 0:
+                    t.past_linked[0] += 1
+            load_chunks(thread, t, b, place, group, q, k, decay, key_norm)
+            n += 1
+        take_item(index, taken, queue, given, thread % WARP)
+    wait(b.item_free, n % ITEMS, phase_before(n, ITEMS))
+    if thread % WARP == 0:
+        t.item[n % ITEMS, ITEM_CHUNKS] = NO_MORE
+    arrive(b.item_ready, n % ITEMS, thread)
+
+
+@T.macro
+def load_values(thread, t, b, tokens, v, operand):
+    """Values and operands of every item; a transition has no values, and those behind the last token are zero."""
+    n, first, chunks = (T.alloc_var("int32") for _ in range(3))
+    n, first = 0, 0
+    wait(b.item_ready, 0, 0)
+    chunks = t.item[0, ITEM_CHUNKS]
+    while chunks != NO_MORE:
+        place = n % ITEMS
+        head = t.item[place, ITEM_HEAD]
+        for step in T.serial(chunks):
+            i = first + step
+            slot = i % SLOTS
+            token = T.Select(
+                t.item[place, ITEM_START] == START_IDENTITY, tokens, t.item[place, ITEM_FIRST_TOKEN] + step * CHUNK
+            )
+            wait(b.values_free, slot, phase_before(i, SLOTS))
             if slot == 0:
                 T.tma_copy(v[token : token + CHUNK, head, :], t.v[0], barrier=b.values_ready[0])
             else:
                 T.tma_copy(v[token : token + CHUNK, head, :], t.v[1], barrier=b.values_ready[1])
-        wait(b.scores_free, slot, phase_before(i, SLOTS))
-        T.tma_copy(operand[chunk, head, :, :], t.operand[slot, :, :], barrier=b.values_ready[slot])
-        arrive(b.values_ready, slot, thread)
+            wait(b.scores_free, slot, phase_before(i, SLOTS))
+            T.tma_copy(
+                operand[t.item[place, ITEM_FIRST_SLOT] + step, head, :, :],
+                t.operand[slot, :, :],
+                barrier=b.values_ready[slot],
+            )
+            arrive(b.values_ready, slot, thread)
+        first += chunks
+        arrive(b.item_free, place, thread)
+        n += 1
+        wait(b.item_ready, n % ITEMS, phase(n, ITEMS))
+        chunks = t.item[n % ITEMS, ITEM_CHUNKS]
 
 
 @T.macro
@@ -416,15 +659,28 @@ def store_tile(lane, tile, o, token, head, column, rows):
 
 
 @T.macro
-def store_outputs(half, thread, t, b, item, o):
-    for i in T.serial(item[ITEM_CHUNKS]):
-        slot = i % SLOTS
-        rows = T.if_then_else(i == item[ITEM_CHUNKS] - 1, item[ITEM_LAST_ROWS], CHUNK)
-        token = item[ITEM_FIRST_TOKEN] + i * CHUNK
-        wait(b.output_ready, half * SLOTS + slot, phase(i, SLOTS))
-        if i >= item[ITEM_SILENT]:
-            if slot == 0:
-                store_tile(thread % WARP, t.o[0], o, token, item[ITEM_HEAD], half * VALUE_TILE, rows)
-            else:
-                store_tile(thread % WARP, t.o[1], o, token, item[ITEM_HEAD], half * VALUE_TILE, rows)
-        arrive(b.output_free, slot, thread)
+def store_outputs(half, thread, t, b, o):
+    """64 columns of the outputs of every item."""
+    n, first, chunks = (T.alloc_var("int32") for _ in range(3))
+    n, first = 0, 0
+    wait(b.item_ready, 0, 0)
+    chunks = t.item[0, ITEM_CHUNKS]
+    while chunks != NO_MORE:
+        place = n % ITEMS
+        for step in T.serial(chunks):
+            i = first + step
+            slot = i % SLOTS
+            rows = T.if_then_else(step == chunks - 1, t.item[place, ITEM_LAST_ROWS], CHUNK)
+            token = t.item[place, ITEM_FIRST_TOKEN] + step * CHUNK
+            wait(b.output_ready, half * SLOTS + slot, phase(i, SLOTS))
+            if step >= t.item[place, ITEM_SILENT]:
+                if slot == 0:
+                    store_tile(thread % WARP, t.o[0], o, token, t.item[place, ITEM_HEAD], half * VALUE_TILE, rows)
+                else:
+                    store_tile(thread % WARP, t.o[1], o, token, t.item[place, ITEM_HEAD], half * VALUE_TILE, rows)
+            arrive(b.output_free, slot, thread)
+        first += chunks
+        arrive(b.item_free, place, thread)
+        n += 1
+        wait(b.item_ready, n % ITEMS, phase(n, ITEMS))
+        chunks = t.item[n % ITEMS, ITEM_CHUNKS]

@@ -8,7 +8,7 @@ from .protocol import Barriers as BarrierSlots
 from .protocol import Protocol, arrive, done, read, wait, write
 from .protocol import Tiles as TileSlots
 
-STAGES, SLOTS = RECURRENCE.stages, RECURRENCE.slots
+STAGES, SLOTS, ITEMS = RECURRENCE.stages, RECURRENCE.slots, RECURRENCE.items
 DECAYED_KEYS = STAGES  # the place behind the stages of k
 HALVES = ("low", "high")  # of the value rows
 
@@ -29,12 +29,18 @@ class Tiles(Group):
         self.operand = T.alloc_shared((SLOTS, CHUNK, CHUNK), dtype)
         self.scores = T.alloc_shared((SLOTS, CHUNK, CHUNK), dtype)
         self.row_scale = T.alloc_shared((SLOTS, 2, CHUNK), "float32")
-        self.chunk_decay = T.alloc_shared((SLOTS,), "float32")
+        self.chunk_decay = T.alloc_shared((SLOTS,), "float32")  # to the reference, and from there to the chunk's end
+        self.late_decay = T.alloc_shared((SLOTS,), "float32")
+        self.in_one_step = T.alloc_shared((SLOTS,), "int32")  # whether the two products of the outputs share a scale
         self.write_stage = T.alloc_shared((SLOTS,), "int32")  # where the state product finds its keys
         self.score_scale = T.alloc_shared((CHUNK,), "float32")
         self.key_scale = T.alloc_shared((CHUNK,), "float32")
         self.column_decay = T.alloc_shared((RECURRENCE.scores.warps, CHUNK), "float32")
-        self.item = T.alloc_shared((ITEM_WORDS,), "int32")
+        self.item = T.alloc_shared((ITEMS, ITEM_WORDS), "int32")
+        self.turn = T.alloc_shared((RECURRENCE.state.warps,), "int32")  # items that a state warp is through with
+        self.past_chunks = T.alloc_shared((1,), "int32")  # of all items that the token loader has handed over
+        self.past_links = T.alloc_shared((1,), "int32")
+        self.past_linked = T.alloc_shared((1,), "int32")  # items with links
 
 
 class Barriers(Group):
@@ -87,24 +93,44 @@ def phase_before(trip, slots):
     return (trip // slots + 1) % 2
 
 
-def _links(trips):
-    """Links that the simulation follows before so many chunks; a block may have any number."""
-    return trips // 2
+def _items(trips):
+    """Links and chunks of the items that the simulation gives a block, so many chunks in all."""
+    yield trips // 2, (trips + 1) // 2
+    yield 0, 0
+    yield trips // 3, trips // 2 - trips // 4
+    yield 0, trips // 4
+
+
+def _each_item(trips, role, arrivals):
+    """Events of a role that takes items: `role(links_before, links, first, chunks)` for each of them."""
+    links_before, first = 0, 0
+    for n, (links, chunks) in enumerate((*_items(trips), (0, 0))):  # the last says that there is no more
+        yield wait("item_ready", n % ITEMS, phase(n, ITEMS))
+        yield read("item", n % ITEMS, n)
+        yield from role(links_before, links, first, chunks)
+        links_before, first = links_before + links, first + chunks
+        yield done("item", n % ITEMS, n)
+        yield arrive("item_free", n % ITEMS, arrivals)
+
+
+def _link(number):
+    """Version of the places of the keys that holds a link."""
+    return -1 - number
 
 
 def _state(half):
     """Events of one state warpgroup; half of the arrivals of a barrier that both complete."""
     name, arrivals = HALVES[half], RECURRENCE.state.warps // 2
 
-    def role(trips):
-        for i in range(_links(trips)):
-            yield wait("link_ready", 0, i % 2)
-            yield read("link", 0, i)
-            yield done("link", 0, i)
+    def item(links_before, links, first, chunks):
+        for number in range(links_before, links_before + links):
+            yield wait("link_ready", 0, number % 2)
+            yield from (read("k", stage, _link(number)) for stage in range(STAGES))
+            yield from (done("k", stage, _link(number)) for stage in range(STAGES))
             yield arrive("link_free", 0, arrivals)
-        if _links(trips):
+        if links:
             yield arrive("keys_free", 0, arrivals)
-        for i in range(trips):
+        for i in range(first, first + chunks):
             stage, slot = i % STAGES, i % SLOTS
             yield wait("scores_ready", slot, phase(i, SLOTS))
             yield from (read(tile, stage, i) for tile in ("q", "k"))
@@ -112,22 +138,26 @@ def _state(half):
             yield done(f"v_{name}", slot, i)
             yield arrive("values_free", slot, arrivals)
             yield from (done(tile, slot, i) for tile in ("operand", "scores"))
-            yield arrive("scores_free", slot, arrivals)
             yield from (done(tile, stage, i) for tile in ("q", "k"))
+            yield arrive("scores_free", slot, arrivals)
             yield arrive("tokens_free", stage, arrivals)
             yield write(f"o_{name}", slot, i)
             yield arrive("output_ready", half * SLOTS + slot, arrivals)
 
-    return role
+    return lambda trips: _each_item(trips, item, arrivals)
 
 
-def _scores(trips):
+def _score_item(links_before, links, first, chunks):
     warps = RECURRENCE.scores.warps
-    for i in range(_links(trips)):
-        yield wait("link_free", 0, (i + 1) % 2)
-        yield write("link", 0, i)
+    if links and first > 0:
+        yield wait("scores_free", (first - 1) % SLOTS, phase(first - 1, SLOTS))
+    for number in range(links_before, links_before + links):
+        yield wait("link_free", 0, (number + 1) % 2)
+        yield from (write("k", stage, _link(number)) for stage in range(STAGES))
+        yield from (read("k", stage, _link(number)) for stage in range(STAGES))
+        yield from (done("k", stage, _link(number)) for stage in range(STAGES))
         yield arrive("link_ready", 0, warps)
-    for i in range(trips):
+    for i in range(first, first + chunks):
         stage, slot = i % STAGES, i % SLOTS
         yield wait("tokens_ready", stage, phase(i, STAGES))
         yield from (read(tile, stage, i) for tile in ("q", "k"))
@@ -142,20 +172,29 @@ def _scores(trips):
         yield arrive("scores_ready", slot, warps)
 
 
+def _scores(trips):
+    return _each_item(trips, _score_item, RECURRENCE.scores.warps)
+
+
 def _load_tokens(trips):
-    links = _links(trips)
-    if links:
-        yield wait("keys_free", 0, 0)
-        yield write("link", 0, links)  # the keys go where the transitions were
-    for i in range(trips):
-        stage = i % STAGES
-        yield wait("tokens_free", stage, phase_before(i, STAGES))
-        yield from (write(tile, stage, i) for tile in ("q", "k"))
-        yield arrive("tokens_ready", stage, 1)
+    linked, first = 0, 0
+    for n, (links, chunks) in enumerate((*_items(trips), (0, 0))):
+        yield wait("item_free", n % ITEMS, phase_before(n, ITEMS))
+        yield write("item", n % ITEMS, n)
+        yield arrive("item_ready", n % ITEMS, 1)
+        if links:
+            yield wait("keys_free", 0, linked % 2)
+            linked += 1
+        for i in range(first, first + chunks):
+            stage = i % STAGES
+            yield wait("tokens_free", stage, phase_before(i, STAGES))
+            yield from (write(tile, stage, i) for tile in ("q", "k"))
+            yield arrive("tokens_ready", stage, 1)
+        first += chunks
 
 
-def _load_values(trips):
-    for i in range(trips):
+def _value_item(links_before, links, first, chunks):
+    for i in range(first, first + chunks):
         slot = i % SLOTS
         yield wait("values_free", slot, phase_before(i, SLOTS))
         yield from (write(f"v_{name}", slot, i) for name in HALVES)
@@ -164,26 +203,30 @@ def _load_values(trips):
         yield arrive("values_ready", slot, 1)
 
 
+def _load_values(trips):
+    return _each_item(trips, _value_item, 1)
+
+
 def _store(half):
     name = HALVES[half]
 
-    def role(trips):
-        for i in range(trips):
+    def item(links_before, links, first, chunks):
+        for i in range(first, first + chunks):
             slot = i % SLOTS
             yield wait("output_ready", half * SLOTS + slot, phase(i, SLOTS))
             yield read(f"o_{name}", slot, i)
             yield done(f"o_{name}", slot, i)
             yield arrive("output_free", slot, 1)
 
-    return role
+    return lambda trips: _each_item(trips, item, 1)
 
 
 RECURRENCE_PROTOCOL = Protocol(
     barriers={name: BarrierSlots(RECURRENCE.barrier_slots[name], count) for name, count in RECURRENCE.arrivals.items()},
     tiles={
-        "link": TileSlots(1, HALVES),  # a transition, in the places of the keys
+        "item": TileSlots(ITEMS, ("low", "high", "scores", "load_values", "store_low", "store_high")),
         "q": TileSlots(STAGES, ("low", "high", "scores")),
-        "k": TileSlots(STAGES, ("low", "high", "scores")),
+        "k": TileSlots(STAGES, ("low", "high", "scores")),  # and the transition of a link
         "v_low": TileSlots(SLOTS, ("low",)),
         "v_high": TileSlots(SLOTS, ("high",)),
         "operand": TileSlots(SLOTS, HALVES),

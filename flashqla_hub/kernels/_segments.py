@@ -39,7 +39,6 @@ from ._sm90 import (
     ITEM_SIGN,
     ITEM_SILENT,
     ITEM_START,
-    ITEM_WORDS,
     LINK,
     MISSING,
     START_IDENTITY,
@@ -165,9 +164,8 @@ def count_links(links, ready, reach, row, value_heads, index, lane):
 @T.macro
 def describe_item(
     item,
-    slot,
-    head,
-    part,
+    place,
+    index_of_item,
     has_initial,
     write_final,
     cu_words,
@@ -176,69 +174,93 @@ def describe_item(
     sequences,
     tokens,
     value_heads,
+    segment_slots,
     segment_chunks,
     replay,
-    makes_states,
+    has_cuts,
     bound,
     ready,
     reach,
     lane,
 ):
-    """What a block does, by one warp: item[...] <- the words of ITEM_*; no chunks and END_NOTHING if nothing.
+    """What is to be done for an item, by one warp: item[place, ...] <- the words of ITEM_* but the last two.
 
-    Of the blocks that make states, part 0 makes the state of a segment from zero (or the initial state) and part 1 its
-    transition, if any later segment links to them.
+    No chunks and END_NOTHING: nothing. With cuts the first 2 segment_slots HV items make states: part 0 makes the state of a
+    segment from zero (or the initial state) and part 1 its transition, if any later segment links to them. The others make
+    outputs.
     """
     found = T.alloc_local((3,), "int32")
-    first, length, index, chunks, row = (T.alloc_var("int32") for _ in range(5))
+    first, length, index, chunks, slot = (T.alloc_var("int32") for _ in range(5))
+    count, silent, start, links, end, sign = (T.alloc_var("int32") for _ in range(6))
+    makes_states, part = T.alloc_var("int32"), T.alloc_var("int32")
     window, needed, closed, limit = (T.alloc_var("int32") for _ in range(4))  # a macro renames what it is given bare
     step = segment_chunks * CHUNK
-    find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, step, lane)
+    head = T.truncmod(index_of_item, value_heads)
+    makers = 2 * segment_slots * value_heads * has_cuts
+    makes_states = T.cast(index_of_item < makers, "int32")
+    slot = T.truncdiv(T.Select(makes_states != 0, index_of_item, index_of_item - makers), value_heads)
+    part = T.truncmod(slot, 2)
+    slot = T.Select(makes_states != 0, T.truncdiv(slot, 2), slot)
+    if has_cuts != 0:
+        find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, step, lane)
+    else:  # a slot is a sequence
+        found[0] = slot
+        found[1] = offset(cu_words, slot, words_per_entry, dense_length, tokens)
+        found[2] = offset(cu_words, slot + 1, words_per_entry, dense_length, tokens)
     first = found[1]
     length = T.max(0, found[2] - first)
     index = slot - T.truncdiv(first, step) - found[0]
     chunks = T.truncdiv(length + CHUNK - 1, CHUNK)
-    row = slot * value_heads + head
-    for word in T.unroll(ITEM_WORDS):
-        item[word] = 0
-    item[ITEM_SEQUENCE] = found[0]
-    item[ITEM_HEAD] = head
-    item[ITEM_FIRST_TOKEN] = first + index * step
-    item[ITEM_FIRST_SLOT] = T.truncdiv(first, CHUNK) + found[0] + index * segment_chunks
-    item[ITEM_LAST_ROWS] = T.Select((index + 1) * segment_chunks < chunks, CHUNK, length - (chunks - 1) * CHUNK)
-    item[ITEM_START] = T.Select(index == 0, T.Select(has_initial != 0, START_INITIAL, START_ZERO), START_ZERO)
-    item[ITEM_OWN] = row
+    if lane == 0:
+        item[place, ITEM_SEQUENCE] = found[0]
+        item[place, ITEM_HEAD] = head
+        item[place, ITEM_LAST_ROWS] = T.Select(
+            (index + 1) * segment_chunks < chunks, CHUNK, length - (chunks - 1) * CHUNK
+        )
+        item[place, ITEM_OWN] = slot * value_heads + head
+    length = T.truncdiv(first, CHUNK) + found[0] + index * segment_chunks  # the segment's first chunk slot
+    first += index * step
+    count, silent, links, sign = 0, 0, 0, 0
+    start = T.Select(T.And(index == 0, has_initial != 0), START_INITIAL, START_ZERO)
+    end = END_NOTHING
     if makes_states == 0:
         if T.And(index >= 0, T.Or(index == 0, index * segment_chunks < chunks)):
-            item[ITEM_CHUNKS] = T.min(segment_chunks, chunks - index * segment_chunks)
+            count = T.min(segment_chunks, chunks - index * segment_chunks)
             if (index + 1) * segment_chunks >= chunks:
-                item[ITEM_END] = T.Select(write_final != 0, END_FINAL, END_NOTHING)
+                end = T.Select(write_final != 0, END_FINAL, END_NOTHING)
             if index > 0:
                 limit = replay
-                measure_window(found, bound, head, item[ITEM_FIRST_SLOT], limit, lane)
+                measure_window(found, bound, head, length, limit, lane)
                 if found[0] <= replay:
-                    item[ITEM_FIRST_TOKEN] -= found[0] * CHUNK
-                    item[ITEM_FIRST_SLOT] -= found[0]
-                    item[ITEM_CHUNKS] += found[0]
-                    item[ITEM_SILENT] = found[0]
+                    silent = found[0]
                 else:
-                    count_links(found, ready, reach, row, value_heads, index, lane)
-                    item[ITEM_START] = START_STATE
-                    item[ITEM_LINKS] = found[0]
+                    count_links(found, ready, reach, slot * value_heads + head, value_heads, index, lane)
+                    start = START_STATE
+                    links = found[0]
     else:
         if T.And(index >= 0, (index + 1) * segment_chunks < chunks):
             limit = segment_chunks
-            measure_window(found, bound, head, item[ITEM_FIRST_SLOT] + limit, limit, lane)
+            measure_window(found, bound, head, length + limit, limit, lane)
             window = found[0]
             needed = T.cast(window > replay, "int32")
             closed = T.cast(T.Or(index == 0, window <= segment_chunks), "int32")
             if T.And(needed == 0, (index + 2) * segment_chunks < chunks):
-                measure_window(found, bound, head, item[ITEM_FIRST_SLOT] + 2 * limit, limit, lane)
+                measure_window(found, bound, head, length + 2 * limit, limit, lane)
                 needed = T.cast(found[0] > segment_chunks, "int32")
             if T.And(needed != 0, T.Or(part == 0, closed == 0)):
-                item[ITEM_CHUNKS] = segment_chunks
-                item[ITEM_SILENT] = segment_chunks
-                item[ITEM_END] = T.Select(part == 0, END_STATE, END_TRANSITION)
-                item[ITEM_SIGN] = T.Select(T.And(part == 0, closed != 0), BASE, LINK)
-                if part != 0:
-                    item[ITEM_START] = START_IDENTITY
+                count = segment_chunks
+                silent = segment_chunks
+                end = T.Select(part == 0, END_STATE, END_TRANSITION)
+                sign = T.Select(T.And(part == 0, closed != 0), BASE, LINK)
+                start = T.Select(part == 0, start, START_IDENTITY)
+    if lane == 0:
+        replayed = T.Select(makes_states == 0, silent, 0)
+        item[place, ITEM_FIRST_TOKEN] = first - replayed * CHUNK
+        item[place, ITEM_FIRST_SLOT] = length - replayed
+        item[place, ITEM_CHUNKS] = count + replayed
+        item[place, ITEM_SILENT] = silent
+        item[place, ITEM_START] = start
+        item[place, ITEM_LINKS] = links
+        item[place, ITEM_END] = end
+        item[place, ITEM_SIGN] = sign
+    T.sync_warp()

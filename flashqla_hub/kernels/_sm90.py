@@ -24,15 +24,18 @@ SHARED_MEMORY_OVERHEAD = 2 * 1024  # per block: the driver's part, and the barri
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 
-ITEM_WORDS = 12  # int32 words that say what a block of the recurrence does
+ITEM_WORDS = 14  # int32 words that say what a block of the recurrence does
 ITEM_SEQUENCE, ITEM_HEAD, ITEM_FIRST_TOKEN, ITEM_FIRST_SLOT, ITEM_CHUNKS, ITEM_LAST_ROWS = range(6)
 ITEM_SILENT, ITEM_START, ITEM_LINKS, ITEM_END, ITEM_OWN, ITEM_SIGN = range(
-    6, ITEM_WORDS
+    6, 12
 )  # chunks without outputs, START_*, ...
+ITEM_PAST_CHUNKS, ITEM_PAST_LINKS = range(12, ITEM_WORDS)  # of the block's earlier items
 CHUNK_WORDS = 4  # int32 words of a chunk record; the last is unused
 CHUNK_FIRST_TOKEN, CHUNK_ROWS, CHUNK_SEQUENCE = range(3)
 START_ZERO, START_INITIAL, START_IDENTITY, START_STATE = range(4)  # START_STATE: of an earlier segment, then links
 END_NOTHING, END_FINAL, END_STATE, END_TRANSITION = range(4)  # where the last state goes
+QUEUES = 2  # of items, one a launch of the recurrence
+NO_MORE = -1  # chunks of what stands behind the last item
 MISSING, LINK, BASE = range(3)  # what `ready` says of a segment's state and transition
 
 L2NORM_EPS = 1e-6  # inside the root
@@ -54,9 +57,9 @@ STRONGEST_GATE = -150.0
 gate acts the same. The bound keeps the sum of 64 gates exact to 2^-11, where one of -1e30 or -inf would swallow the rest."""
 
 FACTORED_RANGE = {"bfloat16": 80.0, "float16": 8.0}
-"""Largest |log2 decay| from the chunk's last token back to any other, and to the chunk's start, for which decay[t, s] is
-split into a factor of t and one of s. The factors pass through operands of the given dtype: 2^80 leaves bfloat16 room for
-|q||k| up to 2^40 and for values down to 2^-40; 2^8 is what float16 has to spare."""
+"""Largest |log2 decay| between a reference and any token of the chunk, and the chunk's start, for which decay[t, s] is
+split into a factor of t and one of s (`_tile.find_reference`). The factors pass through operands of the given dtype: 2^80
+leaves bfloat16 room for |q||k| up to 2^40 and for values of 2^-40 to 2^40; 2^8 is what float16 has to spare."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,10 @@ class RecurrenceLayout:
 
     stages: int = 3  # chunks of q, k, decay and key norms in flight; two cost 7 % (docs/design/2026-11-29-forward.md)
     slots: int = 2  # chunks of v, operand, scores and outputs in flight
+    items: int = 4  # descriptions of what a block does next
     state: Role = Role(2 * WARPS_PER_GROUP, 176)
-    scores: Role = Role(WARPS_PER_GROUP, 128)
-    movers: Role = Role(WARPS_PER_GROUP, 32)  # two loaders and two storers, a warp each
+    scores: Role = Role(WARPS_PER_GROUP, 112)
+    movers: Role = Role(WARPS_PER_GROUP, 48)  # two loaders and two storers, a warp each
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -94,6 +98,8 @@ class RecurrenceLayout:
         """Arrivals that complete a phase: one for a loader, whose bytes count beside it, else one a warp."""
         state, half = self.state.warps, self.state.warps // 2
         return {
+            "item_ready": 1,
+            "item_free": state + self.scores.warps + self.movers.warps - 1,
             "tokens_ready": 1,
             "tokens_free": state + self.scores.warps,
             "values_ready": 1,
@@ -112,7 +118,13 @@ class RecurrenceLayout:
         """Barriers of each name: one a stage or slot, and for finished outputs one a half and slot."""
         names = dict.fromkeys(self.arrivals, self.slots)
         once = dict.fromkeys(("link_ready", "link_free", "keys_free"), 1)
-        return names | once | {"tokens_ready": self.stages, "tokens_free": self.stages, "output_ready": 2 * self.slots}
+        items = dict.fromkeys(("item_ready", "item_free"), self.items)
+        return (
+            names
+            | once
+            | items
+            | {"tokens_ready": self.stages, "tokens_free": self.stages, "output_ready": 2 * self.slots}
+        )
 
     def shared_memory(self, dtype: str) -> int:
         """Bytes of all tiles, before alignment."""
@@ -120,8 +132,8 @@ class RecurrenceLayout:
         row = CHUNK * BYTES["float32"]
         staged = self.stages * (2 * wide + 2 * row)  # q, k, decay, key_norm
         decayed_keys = wide
-        slotted = self.slots * (2 * wide + 2 * square + 2 * row + BYTES["float32"] + BYTES["int32"])
-        scratch = (2 + self.scores.warps) * row + ITEM_WORDS * BYTES["int32"]
+        slotted = self.slots * (2 * wide + 2 * square + 2 * row + 2 * BYTES["float32"] + 2 * BYTES["int32"])
+        scratch = (2 + self.scores.warps) * row + (self.items * ITEM_WORDS + self.state.warps + 3) * BYTES["int32"]
         return staged + decayed_keys + slotted + scratch
 
 

@@ -52,14 +52,24 @@ def fraction(x):
     return x - T.floor(x)
 
 
-def is_factored(dtype, last, one, other):
-    """Whether a chunk's decay splits into a factor of the row and one of the column (FACTORED_RANGE).
+@T.macro
+def find_reference(dtype, last, one, other, reference, factored):
+    """factored[0] <- whether a chunk's decay splits into a factor of the row and one of the column, at reference[0].
 
-    A warp votes; each lane brings two of the chunk's 64 decays, `last` is the decay of its last token. The factor and the
-    recurrence kernel must agree, and do: both compare the same float32 numbers.
+    The reference is a decay R within FACTORED_RANGE of every token's and of 0: that of the chunk's last token, or half of
+    it. A warp votes; each lane brings two of the chunk's 64 decays, `last` is the decay of its last token. The factor and
+    the recurrence kernel must agree, and do: both compare the same float32 numbers.
     """
-    reach = T.max(T.abs(last), T.max(T.abs(last - one), T.abs(last - other)))
-    return T.all_sync(reach <= FACTORED_RANGE[dtype])
+    reference[0] = last
+    factored[0] = T.all_sync(_reach(last, one, other) <= FACTORED_RANGE[dtype])
+    if dtype == "bfloat16":  # float16 has no room for N with more than its decay
+        if factored[0] == 0:
+            factored[0] = T.all_sync(_reach(0.5 * last, one, other) <= FACTORED_RANGE[dtype])
+            reference[0] = T.Select(factored[0] != 0, 0.5 * last, last)
+
+
+def _reach(reference, one, other):
+    return T.max(T.abs(reference), T.max(T.abs(reference - one), T.abs(reference - other)))
 
 
 def transposed_fragment(values=HEAD_DIM):

@@ -4,7 +4,7 @@ With K K^T of the chunk's (normalised) keys, L = tril(diag(beta) K K^T, -1), A =
 chunk's start, the recurrence needs A[t, s] e^(G_t - G_s) beta_s. The gate is a similarity and leaves the inverse, so A is
 free of it. What is written is scaled once more so that its product serves the state as it is (`recurrence.py`):
 
-    factored chunk   operand[t, s] = norm_t A[t, s] beta_s 2^(G_end - G_s)              decay to the chunk's end
+    factored chunk   operand[t, s] = norm_t A[t, s] beta_s 2^(R - G_s)                  R = G_end, or G_end / 2 (`_tile.py`)
     other chunks     operand[t, s] = norm_t A[t, s] beta_s 2^(G_t + f_t - G_s)          f_t the fraction of G_end - G_t
 
 Only decays from an earlier to a later token are formed. A row behind the sequence's end is a zero row of L with beta 0.
@@ -17,7 +17,9 @@ Writes       operand [slots, HV, C, C] · decay [slots, HV, C] f32, G in log2 ·
              bound [slots, HV] f32, if there are segments · zeros to rows of o below cu_seqlens[0] and from cu_seqlens[N] on,
              and to `ready` of the segments
 
-Blocks       slots * H: a chunk slot and key head each, if the slot has a chunk; then ZERO_BLOCKS: rows of o and flags in turn
+Blocks       strips * strip_slots * H: a chunk slot and key head each, if the slot has a chunk; then ZERO_BLOCKS: rows of o
+             and flags in turn. The slots are cut into strips, of about a segment each, and taken from all strips in turn, their
+             last ones first: what the recurrence needs first is made last and still lies in the L2.
 
 Threads                           per block                per pair of value heads
 warp 0 (part 0 of side 0)         loads the keys           head 2 i: X[:32, :32], X[32:48, :32]
@@ -43,6 +45,7 @@ from ._sm90 import (
     L2NORM_EPS,
     LEAF,
     MISSING,
+    QUEUES,
     SOLVE_BLOCK,
     STRONGEST_GATE,
     UNCERTAIN,
@@ -51,7 +54,7 @@ from ._sm90 import (
     WRITE_SLACK,
 )
 from ._solve import HALF, invert_leaf, join_blocks, join_leaves, join_row, load_left
-from ._tile import Group, arrive, fraction, is_factored, linear, wait
+from ._tile import Group, arrive, find_reference, fraction, linear, wait
 
 LOG2_E = 1.4426950408889634
 GROWTH = CHUNK * WRITE_SLACK * LOG2_E  # of a chunk whose writes use the slack
@@ -109,6 +112,7 @@ def load_gates(gate, strength, g, beta, head, first, rows, lane):
 def sum_gates(dtype, t, buffer, side, gate, strength, decay, slot, head, rows, lane):
     """Decays of a chunk, in log2, and what follows from them; one warp, two tokens a lane."""
     total, carried, last = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
+    reference, factored = T.alloc_local((1,), "float32"), T.alloc_local((1,), "int32")
     for e in T.unroll(2):
         gate[e] = T.Select(2 * lane + e < rows, gate[e] * LOG2_E, 0.0)
         gate[e] = T.Select(gate[e] < STRONGEST_GATE, STRONGEST_GATE, gate[e])
@@ -120,6 +124,7 @@ def sum_gates(dtype, t, buffer, side, gate, strength, decay, slot, head, rows, l
     gate[0] = total - gate[1]
     gate[1] = total
     last = T.shfl_sync(total, WARP - 1)
+    find_reference(dtype, last, gate[0], gate[1], reference, factored)
     for e in T.vectorized(2):
         t.decay[buffer, side, 2 * lane + e] = gate[e]
     for e in T.vectorized(2):
@@ -131,10 +136,9 @@ def sum_gates(dtype, t, buffer, side, gate, strength, decay, slot, head, rows, l
     for e in T.vectorized(2):
         t.row_decay[buffer, side, 2 * lane + e] = gate[e] + fraction(last - gate[e])
     for e in T.vectorized(2):
-        t.column_scale[buffer, side, 2 * lane + e] = strength[e] * T.exp2(last - gate[e])
-    factored = is_factored(dtype, last, gate[0], gate[1])
+        t.column_scale[buffer, side, 2 * lane + e] = strength[e] * T.exp2(reference[0] - gate[e])
     if lane == 0:
-        t.factored[buffer, side] = factored
+        t.factored[buffer, side] = factored[0]
 
 
 def place_of_leaf_entry(row, column):
@@ -202,8 +206,10 @@ def zero_rows(o_words, first, end, row_words, part, thread):
 
 
 @T.macro
-def clear_flags(ready, segment_rows, part, thread):
-    """Flags of the recurrence's blocks, which say what is there: nothing yet."""
+def clear_flags(ready, taken, segment_rows, part, thread):
+    """Flags of the recurrence's blocks, which say what is there: nothing yet; and the items that were taken: none."""
+    if T.And(part == 0, thread < QUEUES):
+        taken[thread] = 0
     flags, step = 2 * segment_rows, ZERO_BLOCKS * FACTOR.threads
     for turn in T.serial(T.truncdiv(flags + step - 1, step)):
         flag = turn * step + part * FACTOR.threads + thread
@@ -381,13 +387,16 @@ def build_factor(dtype):
         key_norm: T.Tensor((chunk_slots, key_heads, CHUNK), "float32"),
         bound: T.Tensor((chunk_slots, value_heads), "float32"),
         ready: T.Tensor((segment_rows, 2), "int32"),
+        taken: T.Tensor((QUEUES,), "int32"),
         o_words: T.Tensor((tokens, row_words), "int32"),
         use_l2norm: T.int32,
         words_per_entry: T.int32,
         dense_length: T.int32,
         sequences: T.int32,
+        strips: T.int32,
+        strip_slots: T.int32,
     ):
-        with T.Kernel(chunk_slots * key_heads + ZERO_BLOCKS, threads=FACTOR.threads) as block:
+        with T.Kernel(strips * strip_slots * key_heads + ZERO_BLOCKS, threads=FACTOR.threads) as block:
             T.annotate_min_blocks_per_sm(FACTOR.blocks_per_sm)
             t = Tiles(dtype)
             T.annotate_layout({tile: linear(tile) for tile in [t.kk]})
@@ -404,19 +413,22 @@ def build_factor(dtype):
             group, first, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             place, end = T.alloc_local((2,), "int32"), T.alloc_var("int32")
             slot, key_head = T.truncdiv(block, key_heads), T.truncmod(block, key_heads)
+            part_of_zeros = block - strips * strip_slots * key_heads
+            slot = T.truncmod(slot, strips) * strip_slots + strip_slots - 1 - T.truncdiv(slot, strips)
+            rows = 0
             group = T.truncdiv(value_heads, key_heads)
             head = key_head * group
-            if slot < chunk_slots:
-                find_chunk(place, cu_words, words_per_entry, dense_length, sequences, tokens, slot, lane)
-                first, rows = place[0], place[1]
+            if part_of_zeros < 0:
+                if slot < chunk_slots:
+                    find_chunk(place, cu_words, words_per_entry, dense_length, sequences, tokens, slot, lane)
+                    first, rows = place[0], place[1]
             else:
-                rows = 0
                 end = offset(cu_words, 0, words_per_entry, dense_length, tokens)
-                zero_rows(o_words, 0, end, row_words, block - chunk_slots * key_heads, thread)
+                zero_rows(o_words, 0, end, row_words, part_of_zeros, thread)
                 first = offset(cu_words, sequences, words_per_entry, dense_length, tokens)
                 end = tokens
-                zero_rows(o_words, first, end, row_words, block - chunk_slots * key_heads, thread)
-                clear_flags(ready, segment_rows, block - chunk_slots * key_heads, thread)
+                zero_rows(o_words, first, end, row_words, part_of_zeros, thread)
+                clear_flags(ready, taken, segment_rows, part_of_zeros, thread)
             if rows > 0:
                 if thread < WARP:
                     T.tma_copy(k[first : first + CHUNK, key_head, :], t.k, barrier=key_ready[0])

@@ -1,4 +1,4 @@
-"""Gated delta rule, forward: outputs and states of one value head of a part of a sequence a block (SM90).
+"""Gated delta rule, forward: outputs and states of one value head of a part of a sequence at a time (SM90).
 
 Per chunk of C tokens, with the state S [K, V], G the decay since the chunk's start and A of `factor.py`:
 
@@ -6,30 +6,37 @@ Per chunk of C tokens, with the state S [K, V], G the decay since the chunk's st
     O = 2^G scale Q S + P N    S <- 2^(G_end) S + (2^(G_end - G) K)^T N
 
 The state stands transposed in registers, 64 value rows in each of two warpgroups, and is the left operand of its products.
-Where the decay within a chunk stays within FACTORED_RANGE, N is formed with its decay to the chunk's end (it is in the
-operand), so that the keys serve as they are, and the scores carry 2^(-G_end): the three last products follow each other and
-one scale, 2^G scale, makes the outputs. Other chunks, such as those with gates of -30 or -inf, keep N without that decay:
+Where the decay within a chunk stays within FACTORED_RANGE of a reference R, N is formed with its decay to R (it is in the
+operand), so that the keys serve as they are, and the scores carry 2^(-R): the three last products follow each other and one
+scale, 2^G scale, makes the outputs. R is G_end, or half of it where only that is in range; then the state decays to R before
+its product and on to the end behind it. Other chunks, such as those with gates of -30 or -inf, keep N without that decay:
 the score warpgroup multiplies the keys by whole powers of two (the fractions are in the operand) and gates the scores pair
 by pair, so that only decays from an earlier to a later token are formed. L2 norms of q and k ride on the scales of rows.
 
-A sequence may be cut into segments. What starts a segment's state, and which blocks make it, is told in `_segments.py`; here
+A block takes one item after the other, a value head of a part of a sequence each, and every role goes on to the next item on
+its own: the loads and scores of an item run while the states of the item before are still at work. Items are handed out in
+their order (`taken`), or each block starts with that of its own number where no item waits for others.
+
+A sequence may be cut into segments. What starts a segment's state, and which items make it, is told in `_segments.py`; here
 it means that some first chunks may have no outputs, that a state may start as the identity (without values: the columns of
-the segment's transition), and that links may come before the chunks: S <- transition S + state. The blocks that make states
-come first in the grid and wait for no other, so that those behind may wait for them.
+the segment's transition), and that links may come before the chunks: S <- transition S + state. The items that make states
+come first and wait for no other, so that those behind may wait for them.
 
 Reads        q k [T, H, 128] · v [T, HV, 128] · operand decay key_norm bound of `factor.py` · cu_seqlens · initial state f32
-Writes       o [T, HV, 128], every row of the sequence · final state f32
+Writes       o [T, HV, 128], every row of the sequence · final state f32 · `taken`
 In between   states [V, K] f32, transitions in two 16-bit parts with the squared norms of their rows, flags `ready`
 
-Role          threads   registers   per chunk
+Role          threads   registers   per item and chunk
 state         2 x 128   176         W, Z, N, O and S of 64 value rows
-scores        1 x 128   128         before the chunks: transitions of the links
+scores        1 x 128   112         before the chunks: transitions of the links
                                     scores, scales, decayed keys; zeros behind the end; announces the chunk
-token loader  1 x 32    32          q, k, decay, key norms, three stages
-value loader  1 x 32    32          v, operand, two slots
-storers       2 x 32    32          64 columns of o each
+token loader  1 x 32    48          takes an item and says what it is; q, k, decay, key norms, three stages
+value loader  1 x 32    48          v, operand, two slots
+storers       2 x 32    48          64 columns of o each
 
 Barrier          set by            waited on by           arrivals
+item_ready       token loader      all others             1
+item_free        all others        token loader           8 + 4 + 3
 tokens_ready     token loader      scores                 1 and the bytes
 tokens_free      state, scores     token loader           8 + 4
 values_ready     value loader      scores                 1 and the bytes
@@ -40,7 +47,7 @@ output_ready     state (a half)    storer of that half    4
 output_free      storers           scores                 2
 link_ready       scores            state                  4
 link_free        state             scores                 8
-keys_free        state             token loader           8, once, behind the last link
+keys_free        state             token loader           8, behind the last link of an item
 named 1 and 2    the other half    a state warpgroup      256, in turn: K S, then the last products
 named 3          scores            scores                 128, in a chunk that ends early
 named 4          state             state                  256, before a segment's state or transition is announced
@@ -50,37 +57,9 @@ The state warpgroups wait once a chunk, for `scores_ready`: the score warpgroup 
 
 import tilelang.language as T
 
-from ._recurrence_roles import (
-    STATE_THREADS,
-    bring_links,
-    follow_links,
-    form_scores,
-    keep_state,
-    load_state,
-    load_tokens,
-    load_values,
-    store_outputs,
-    store_state,
-)
+from ._recurrence_roles import STATE_THREADS, form_scores, keep_states, load_tokens, load_values, store_outputs
 from ._recurrence_tiles import RECURRENCE_PROTOCOL, Barriers, ScoreRegisters, StateRegisters, Tiles
-from ._segments import describe_item
-from ._sm90 import (
-    CHUNK,
-    HEAD_DIM,
-    ITEM_CHUNKS,
-    ITEM_END,
-    ITEM_HEAD,
-    ITEM_LINKS,
-    ITEM_OWN,
-    ITEM_SEQUENCE,
-    ITEM_SIGN,
-    ITEM_SILENT,
-    ITEM_START,
-    ITEM_WORDS,
-    RECURRENCE,
-    WARP,
-    WARPGROUP,
-)
+from ._sm90 import CHUNK, HEAD_DIM, QUEUES, RECURRENCE, WARP, WARPGROUP
 from ._tile import swizzled, transposed_fragment
 
 PROTOCOL = RECURRENCE_PROTOCOL
@@ -109,6 +88,7 @@ def build_recurrence(dtype):
         transitions: T.Tensor((rows, 2 * HEAD_DIM, HEAD_DIM), dtype),
         ready: T.Tensor((rows, 2), "int32"),
         reach: T.Tensor((rows, HEAD_DIM), "float32"),
+        taken: T.Tensor((QUEUES,), "int32"),
         o: T.Tensor((tokens, value_heads, HEAD_DIM), dtype),
         final: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
         scale: T.float32,
@@ -123,10 +103,13 @@ def build_recurrence(dtype):
         segment_chunks: T.int32,
         replay: T.int32,
         has_cuts: T.int32,
-        first_block: T.int32,
+        first_item: T.int32,
+        items: T.int32,
+        given: T.int32,
+        queue: T.int32,
         blocks: T.int32,
     ):
-        with T.Kernel(blocks, threads=RECURRENCE.threads) as launched:
+        with T.Kernel(blocks, threads=RECURRENCE.threads) as block:
             t, b = Tiles(dtype), Barriers()
             state, scores = StateRegisters(dtype), ScoreRegisters(dtype)
             T.annotate_layout(
@@ -134,81 +117,70 @@ def build_recurrence(dtype):
                 | {tile: swizzled(tile) for tile in (*t.v, *t.o)}
             )
             thread = T.get_thread_binding()
-            item, key_head = T.alloc_local((ITEM_WORDS,), "int32"), T.alloc_var("int32")
-            block = first_block + launched
             T.pdl_trigger()
             T.pdl_sync()
-            if thread < WARP:
-                makers = 2 * segment_slots * value_heads * has_cuts
-                makes_states = T.cast(block < makers, "int32")
-                place = T.truncdiv(T.Select(makes_states != 0, block, block - makers), value_heads)
-                describe_item(
-                    item,
-                    T.Select(makes_states != 0, T.truncdiv(place, 2), place),
-                    T.truncmod(block, value_heads),
-                    T.truncmod(place, 2),
-                    has_initial,
-                    write_final,
-                    cu_words,
-                    words_per_entry,
-                    dense_length,
-                    sequences,
-                    tokens,
-                    value_heads,
-                    segment_chunks,
-                    replay,
-                    makes_states,
-                    bound,
-                    ready,
-                    reach,
-                    thread,
-                )
-                if thread == 0:
-                    for word in T.unroll(ITEM_WORDS):
-                        t.item[word] = item[word]
             T.fence_proxy_async()
             T.sync_threads()
-            for word in T.unroll(ITEM_WORDS):
-                item[word] = t.item[word]
-            key_head = T.truncdiv(item[ITEM_HEAD], T.truncdiv(value_heads, key_heads))
             if thread < STATE_THREADS:
                 T.set_max_nreg(RECURRENCE.state.registers, 1)
-                value_stride = T.Select(state_v_first != 0, HEAD_DIM, 1)
-                key_stride = T.Select(state_v_first != 0, 1, HEAD_DIM)
-                matrix = t.item[ITEM_SEQUENCE] * value_heads + t.item[ITEM_HEAD]
-                base = t.item[ITEM_OWN] - (t.item[ITEM_LINKS] + 1) * value_heads
-                load_state(state.S, t.item[ITEM_START], matrix, base, initial, states, value_stride, key_stride)
-                follow_links(thread, dtype, t, b, state, t.item[ITEM_LINKS], base, value_heads, states)
-                keep_state(thread, t, b, state, item[ITEM_CHUNKS], item[ITEM_SILENT])
-                store_state(
+                keep_states(
                     thread,
                     dtype,
+                    t,
+                    b,
                     state,
-                    t.item[ITEM_END],
-                    matrix,
-                    t.item[ITEM_OWN],
-                    t.item[ITEM_SIGN],
-                    final,
+                    value_heads,
+                    initial,
                     states,
+                    final,
                     transitions,
                     reach,
                     ready,
-                    value_stride,
-                    key_stride,
+                    T.Select(state_v_first != 0, HEAD_DIM, 1),
+                    T.Select(state_v_first != 0, 1, HEAD_DIM),
                 )
             elif thread < MOVERS:
                 T.set_max_nreg(RECURRENCE.scores.registers, 0)
-                bring_links(thread, dtype, t, b, item, value_heads, transitions)
-                form_scores(thread, dtype, t, b, scores, item, scale, use_l2norm)
+                form_scores(thread, dtype, t, b, scores, value_heads, transitions, scale, use_l2norm)
             else:
                 T.set_max_nreg(RECURRENCE.movers.registers, 0)
                 if thread < MOVERS + WARP:
-                    load_tokens(thread, t, b, t.item, key_head, q, k, decay, key_norm)
+                    load_tokens(
+                        thread,
+                        t,
+                        b,
+                        q,
+                        k,
+                        decay,
+                        key_norm,
+                        taken,
+                        queue,
+                        block,
+                        given,
+                        first_item,
+                        items,
+                        has_initial,
+                        write_final,
+                        cu_words,
+                        words_per_entry,
+                        dense_length,
+                        sequences,
+                        tokens,
+                        value_heads,
+                        T.truncdiv(value_heads, key_heads),
+                        segment_slots,
+                        segment_chunks,
+                        replay,
+                        has_cuts,
+                        bound,
+                        ready,
+                        reach,
+                    )
                 elif thread < MOVERS + 2 * WARP:
-                    load_values(thread, t, b, t.item, v, operand)
+                    load_values(thread, t, b, tokens, v, operand)
                 elif thread < MOVERS + 3 * WARP:
-                    store_outputs(0, thread, t, b, t.item, o)
+                    store_outputs(0, thread, t, b, o)
                 else:
-                    store_outputs(1, thread, t, b, t.item, o)
+                    store_outputs(1, thread, t, b, o)
 
     return recurrence

@@ -63,6 +63,11 @@ def without(protocol, kind, name):
 @pytest.mark.parametrize(
     ("kind", "name", "mistake"),
     [
+        ("wait", "item_ready", "finds"),
+        ("wait", "item_free", "overwrites"),
+        ("wait", "link_ready", "finds"),
+        ("wait", "link_free", "overwrites"),
+        ("wait", "keys_free", "overwrites"),
         ("wait", "tokens_ready", "finds"),
         ("wait", "tokens_free", "overwrites"),
         ("wait", "values_ready", "finds"),

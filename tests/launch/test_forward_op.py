@@ -73,6 +73,7 @@ def run_for_states(call: Call):
 
 PACKED = Call(offsets=(0, 100, 100, 300), initial="float32", use_l2norm=True, state_v_first=True)
 SLOTS = 300 // 64 + 3
+SMS = 132  # of the stand-in for a GPU
 
 
 def tile_map(address, dims, strides, box, dtype=BFLOAT16, swizzle=SWIZZLE_128B):
@@ -97,25 +98,28 @@ def test_kernels_in_order(product_process):
     assert [launch.programmatic for launch in found] == [0, 1]
 
 
-def test_cut_sequences_have_blocks_that_make_states_before_those_that_make_outputs(product_process):
+def test_cut_sequences_have_items_that_make_states_before_those_that_make_outputs(product_process):
     [factor, recurrence], _, _ = product_process.run(run, replace(PACKED, segment_chunks=1))
     slots = 300 // 64 + 3
-    assert recurrence.grid == (3 * slots * HV, 1, 1)
-    expected = {"segment_slots": slots, "segment_chunks": 1, "replay": 1, "has_cuts": 1, "first_block": 0}
+    assert recurrence.arguments["items"] == 3 * slots * HV and recurrence.grid == (3 * slots * HV, 1, 1)
+    expected = {"segment_slots": slots, "segment_chunks": 1, "replay": 1, "has_cuts": 1, "first_item": 0, "given": 0}
     assert {name: recurrence.arguments[name] for name in expected} == expected
     assert factor.arguments["segment_rows"] == slots * HV, "flags to clear"
     assert factor.arguments["ready"] == recurrence.arguments["ready"]
-    workspaces = [recurrence.arguments[name] for name in ("states", "transitions", "reach", "ready", "bound")]
-    assert 0 not in workspaces and len(set(workspaces)) == 5
+    assert factor.arguments["taken"] == recurrence.arguments["taken"]
+    workspaces = [recurrence.arguments[name] for name in ("states", "transitions", "reach", "ready", "taken", "bound")]
+    assert 0 not in workspaces and len(set(workspaces)) == 6
 
 
-def test_whole_rounds_of_blocks_have_launches_of_their_own(product_process):
-    """32 segments of 4 heads fill the card once, and so do the blocks that make the states of the linked ones."""
+def test_whole_rounds_of_items_have_launches_of_their_own(product_process):
+    """32 segments of 4 heads fill the card once, and so do the items that make the states of the linked ones."""
     [factor, states, outputs], _, _ = product_process.run(run, Call(tokens=64 * 1024, segment_chunks=32))
     rows = (1024 // 32 + 1) * HV
-    assert [launch.grid[0] for launch in (states, outputs)] == [2 * rows, rows]
-    assert [launch.arguments["first_block"] for launch in (states, outputs)] == [0, 2 * rows]
-    different = {"first_block", "blocks"}
+    assert [launch.arguments["items"] for launch in (states, outputs)] == [2 * rows, rows]
+    assert [launch.grid[0] for launch in (states, outputs)] == [SMS, min(rows, SMS)]
+    assert [launch.arguments["first_item"] for launch in (states, outputs)] == [0, 2 * rows]
+    assert [launch.arguments["queue"] for launch in (states, outputs)] == [0, 1]
+    different = {"first_item", "items", "queue", "blocks"}
     for name in states.arguments.keys() - different:
         assert states.arguments[name] == outputs.arguments[name]
     assert factor.arguments["ready"] == outputs.arguments["ready"]
@@ -133,6 +137,7 @@ def test_scratch_arrays_share_one_allocation_and_do_not_overlap(product_process)
         recurrence.arguments["transitions"]: rows * 256 * 128 * 2,
         recurrence.arguments["reach"]: rows * 128 * 4,
         recurrence.arguments["ready"]: rows * 2 * 4,
+        recurrence.arguments["taken"]: 2 * 4,
     }
     addresses = sorted(sizes)
     assert list(sizes) == addresses and all(address % 256 == addresses[0] % 256 for address in addresses)
@@ -151,9 +156,10 @@ def test_segments_longer_than_every_sequence_need_no_states(product_process):
 def test_few_long_rows_are_cut_and_many_are_not(product_process):
     """One long sequence of 4 heads would leave 128 of 132 SMs idle; 264 sequence-heads fill the card twice."""
     few, _, _ = product_process.run(run, Call(tokens=64 * 256))
-    assert few[-1].arguments["has_cuts"] == 1 and few[-1].grid[0] > 64
+    assert few[-1].arguments["has_cuts"] == 1 and few[-1].arguments["items"] > 64
     many, _, _ = product_process.run(run, Call(batch=66, tokens=64 * 4))
-    assert many[1].arguments["has_cuts"] == 0 and many[1].grid[0] == 66 * HV
+    assert many[1].arguments["has_cuts"] == 0 and many[1].arguments["items"] == 66 * HV
+    assert (many[1].grid[0], many[1].arguments["given"]) == (SMS, SMS), "each block starts with an item"
 
 
 def test_results_have_the_documented_shapes(product_process):
@@ -196,6 +202,7 @@ def test_factor_gets_keys_and_gates(product_process):
         "key_norm": factor.arguments["key_norm"],
         "bound": factor.arguments["bound"],
         "ready": factor.arguments["ready"],
+        "taken": factor.arguments["taken"],
         "segment_rows": 0,
         "g": addresses["g"],
         "beta": addresses["beta"],
@@ -232,6 +239,7 @@ def test_recurrence_gets_everything(product_process):
         "transitions": recurrence.arguments["transitions"],
         "states": recurrence.arguments["states"],
         "ready": recurrence.arguments["ready"],
+        "taken": factor.arguments["taken"],
         "reach": recurrence.arguments["reach"],
         "bound": factor.arguments["bound"],
         "cu_words": addresses["offsets"],
@@ -252,7 +260,10 @@ def test_recurrence_gets_everything(product_process):
         "sequences": 3,
         "state_v_first": 1,
         "has_cuts": 0,
-        "first_block": 0,
+        "first_item": 0,
+        "items": 3 * HV,
+        "given": 3 * HV,
+        "queue": 0,
         "blocks": 3 * HV,
         "tokens": 300,
         "use_l2norm": 1,
@@ -319,7 +330,7 @@ def test_without_chunks_nothing_is_launched_and_states_stay(product_process, cal
 
 def test_many_heads_stay_on_the_first_grid_axis(product_process):
     found, _, _ = product_process.run(run, Call(tokens=1, offsets=(0,) * 20_000 + (1,)))
-    assert [launch.grid for launch in found] == [(20_000 * H + 128, 1, 1), (20_000 * HV, 1, 1)]
+    assert [launch.grid for launch in found] == [(20_000 * H + 128, 1, 1), (SMS, 1, 1)]
 
 
 def call_with(index, change):

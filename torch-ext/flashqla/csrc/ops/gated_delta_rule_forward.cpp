@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t CHUNK = 64;
 constexpr int32_t NO_DENSE_LENGTH = -1;
+constexpr int64_t QUEUES = 2;  // counters of items that blocks have taken, one a launch
 
 struct Sizes {
   int64_t tokens;     // T, over the whole batch
@@ -154,6 +155,7 @@ class Forward {
     workspace.add(between.transitions, "transitions", {rows, 2 * STATE_DIM, STATE_DIM}, o_.view().dtype, device);
     workspace.add(between.reach, "reach", {rows, STATE_DIM}, float32, device);
     workspace.add(between.ready, "ready", {rows, 2}, int32, device);
+    workspace.add(between.taken, "taken", {QUEUES}, int32, device);
     workspace.allocate();
     launch_factor_kernel(as_gate(as_contiguous_float32(arguments_.g, g_copy)),
                          as_gate(as_contiguous_float32(arguments_.beta, beta_copy)), between);
@@ -161,18 +163,18 @@ class Forward {
     const bool has_initial = arguments_.initial_state.has_value();
     void* const initial = has_initial ? as_contiguous_float32(arguments_.initial_state, initial_copy).data : unused;
     void* const final_state = arguments_.output_final_state ? final_state_.view().data : unused;
-    const int64_t outputs = sizes_.segments.slots * sizes_.v_heads, states = 2 * rows;  // blocks
+    const int64_t outputs = sizes_.segments.slots * sizes_.v_heads, states = 2 * rows;  // items
     if (sizes_.segments.apart) {
-      launch_recurrence_kernel(between, initial, final_state, 0, states);
-      launch_recurrence_kernel(between, initial, final_state, states, outputs);
+      launch_recurrence_kernel(between, initial, final_state, 0, states, 0);
+      launch_recurrence_kernel(between, initial, final_state, states, outputs, 1);
     } else {
-      launch_recurrence_kernel(between, initial, final_state, 0, states + outputs);
+      launch_recurrence_kernel(between, initial, final_state, 0, states + outputs, 0);
     }
   }
 
   // What one kernel leaves to the other, and blocks of a kernel to others.
   struct Intermediates {
-    TensorView decay, key_norm, bound, states, transitions, reach, ready;
+    TensorView decay, key_norm, bound, states, transitions, reach, ready, taken;
   };
 
   void launch_factor_kernel(const TensorView& g, const TensorView& beta, const Intermediates& between) {
@@ -180,25 +182,30 @@ class Forward {
         contiguous_view("o", o_.view().data, aoti_torch_dtype_int32(), scope_.index(),
                         {sizes_.tokens, sizes_.v_heads * STATE_DIM / 2});
     const auto launch = is_bfloat16() ? launch_factor_bf16 : launch_factor_fp16;
+    const int64_t strips = sizes_.segments.slots;
     launch(scope_, as_token_rows(arguments_.k.view()), g, beta, offset_words(), operand_.view(),
-           between.decay, between.key_norm, between.bound, between.ready, o_words, arguments_.use_l2norm,
-           words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
+           between.decay, between.key_norm, between.bound, between.ready, between.taken, o_words, arguments_.use_l2norm,
+           words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences),
+           static_cast<int32_t>(strips), static_cast<int32_t>((sizes_.slots + strips - 1) / strips));
   }
 
-  // Of the blocks that make states and of those that make outputs behind them, `blocks` from `first_block` on.
-  void launch_recurrence_kernel(const Intermediates& between, void* initial, void* final_state, int64_t first_block,
-                                int64_t blocks) {
+  // Of the items that make states and of those that make outputs behind them, `items` from `first_item` on, which the
+  // blocks take from the `queue`-th counter.
+  void launch_recurrence_kernel(const Intermediates& between, void* initial, void* final_state, int64_t first_item,
+                                int64_t items, int32_t queue) {
+    const int64_t sms = device_properties(scope_.index()).multiprocessors, blocks = items < sms ? items : sms;
     const SegmentPlan& segments = sizes_.segments;
     const auto launch = is_bfloat16() ? launch_recurrence_bf16 : launch_recurrence_fp16;
     launch(scope_, as_token_rows(arguments_.q.view()), as_token_rows(arguments_.k.view()),
            as_token_rows(arguments_.v.view()), operand_.view(), between.decay, between.key_norm,
            between.bound, offset_words(), as_states("initial_state", initial), between.states, between.transitions,
-           between.ready, between.reach, as_token_rows(o_.view()), as_states("final_state", final_state),
+           between.ready, between.reach, between.taken, as_token_rows(o_.view()), as_states("final_state", final_state),
            static_cast<float>(arguments_.scale), arguments_.use_l2norm, arguments_.initial_state.has_value(),
            arguments_.output_final_state, arguments_.state_v_first, words_per_entry(), sizes_.dense_length,
            static_cast<int32_t>(sizes_.sequences), static_cast<int32_t>(segments.slots),
            static_cast<int32_t>(segments.chunks), static_cast<int32_t>(segments.replay), segments.has_cuts,
-           static_cast<int32_t>(first_block), static_cast<int32_t>(blocks));
+           static_cast<int32_t>(first_item), static_cast<int32_t>(items), static_cast<int32_t>(segments.has_cuts ? 0 : blocks), queue,
+           static_cast<int32_t>(blocks));
   }
 
   int32_t words_per_entry() const {
