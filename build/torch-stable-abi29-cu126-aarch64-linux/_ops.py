@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_166bdfdecbf0"
+NAMESPACE = "_flashqla_bee013c15272"
 ops = getattr(torch.ops, NAMESPACE)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ._ops import ops
-from .checks import can_call_directly, is_eager
+from .checks import PLAIN_TYPES, can_call_directly, is_eager
 from .library import aligned, call_op, define_op
 from .sm90 import explain_device
 
@@ -50,8 +50,8 @@ def _fit_one_launch(x: Tensor, weights: Sequence[Tensor]) -> bool:
         and len(weights) <= SM90_MATRICES
         and x.numel() <= SM90_TOKENS * x.shape[-1]
         and all(weight.is_contiguous() for weight in weights)
-        and not torch.is_autocast_enabled(x.device.type)
         and explain_device(x, SM90_PRODUCTS) is None
+        and not torch.is_autocast_enabled(x.device.type)
     )
 
 
@@ -64,17 +64,20 @@ def _pay_together(x: Tensor, weights: Sequence[Tensor]) -> bool:
         len(weights) > 1
         and is_eager(x, *weights)
         and x.numel() > MANY_TOKENS * x.shape[-1]
+        and not x.is_meta  # of which autocast does not know
         and not torch.is_autocast_enabled(x.device.type)
     )
 
 
 def _is_plain(module: nn.Module, x: Tensor) -> bool:
+    if type(module) is not nn.Linear or module.bias is not None:
+        return False
+    weight = module.weight
     return (
-        type(module) is nn.Linear
-        and module.bias is None
-        and module.weight.dtype == x.dtype
-        and module.weight.device == x.device
-        and tuple(module.weight.shape[1:]) == (x.shape[-1],)  # not what sharding leaves of it
+        type(weight) in PLAIN_TYPES
+        and weight.dtype == x.dtype
+        and weight.device == x.device
+        and tuple(weight.shape[1:]) == (x.shape[-1],)  # not what sharding leaves of it
         and "forward" not in vars(module)
         and not (
             module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
@@ -95,28 +98,35 @@ def _products(x: Tensor, weights: Sequence[Tensor]) -> Tuple[Tensor, ...]:
 class _Projections(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *weights):
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:]) else None, *weights)
+        ctx.shape = x.shape
         ctx.set_materialize_grads(False)
         return _products(x, weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
         x, *weights = ctx.saved_tensors
-        rows = x.flatten(0, -2)
-        needs_dx, *needs = ctx.needs_input_grad
-        dx: Optional[Tensor] = None
-        dweights: list = [None] * len(weights)
-        for members in _groups(weights, grads):
-            dy = _beside([grads[i].flatten(0, -2) for i in members], dim=1)
-            weight = _beside([weights[i] for i in members], dim=0)
-            if needs_dx:
-                dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
-            if any(needs[i] for i in members):
-                parts = (dy.t() @ rows).split([weights[i].shape[0] for i in members])
-                for i, part in zip(members, parts):
-                    dweights[i] = part if needs[i] else None
-        return None if dx is None else dx.view(x.shape), *dweights
+        with torch.autocast(weights[0].device.type, enabled=False):  # in the dtype of the forward
+            dx, dweights = _gradients(x, weights, grads, ctx.needs_input_grad)
+        return None if dx is None else dx.view(ctx.shape), *dweights
+
+
+def _gradients(x: Optional[Tensor], weights: Sequence[Tensor], grads, needs) -> Tuple[Optional[Tensor], list]:
+    """dx [tokens, hidden] and the gradient of each weight, None where not needed; x may be None if no weight's is."""
+    needs_dx, *needs = needs
+    rows = None if x is None else x.flatten(0, -2)
+    dx: Optional[Tensor] = None
+    dweights: list = [None] * len(weights)
+    for members in _groups(weights, grads):
+        dy = _beside([grads[i].flatten(0, -2) for i in members], dim=1)
+        weight = _beside([weights[i] for i in members], dim=0)
+        if needs_dx:
+            dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
+        if any(needs[i] for i in members):
+            parts = (dy.t() @ rows).split([weights[i].shape[0] for i in members])
+            for i, part in zip(members, parts):
+                dweights[i] = part if needs[i] else None
+    return dx, dweights
 
 
 def _groups(weights: Sequence[Tensor], grads: Sequence[Optional[Tensor]]) -> list:

@@ -73,6 +73,14 @@ def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
         )
 
 
+def check_written(name: str, state: Tensor) -> None:
+    """Raise ValueError unless each element of a state that is updated in place has an address of its own."""
+    if 0 in state.stride() and any(size > 1 and stride == 0 for size, stride in zip(state.shape, state.stride())):
+        raise ValueError(
+            f"{name} has strides {list(state.stride())}; it is updated in place and must not repeat memory: pass {name}.clone()."
+        )
+
+
 def check_cu_seqlens(cu_seqlens: Tensor, name: str, row: Tensor, flattened: str) -> None:
     """Raise unless the bounds have the type, shape and device of a row packed in `row`, the argument `name`."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):

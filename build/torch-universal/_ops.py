@@ -2,7 +2,7 @@
 
 import torch
 
-NAMESPACE = "_flashqla_5be185047b30"
+NAMESPACE = "_flashqla_e16b9fa5443c"
 ops = getattr(torch.ops, NAMESPACE)
 
 

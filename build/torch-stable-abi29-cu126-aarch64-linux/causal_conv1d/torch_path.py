@@ -69,6 +69,14 @@ def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     return sequence.masked_fill(token >= cu_seqlens[-1], -1).unsqueeze(0)
 
 
+def narrow_sequence(sequence: Tensor) -> Tensor:
+    """Numbers [B, T] as int32. Of 64-bit ones, any half of which may be equal or negative, the runs are counted."""
+    if sequence.dtype != torch.int64:
+        return sequence.to(torch.int32)
+    changes = F.pad(sequence[:, 1:] != sequence[:, :-1], (min(1, sequence.shape[1]), 0))
+    return changes.cumsum(1, dtype=torch.int32).masked_fill(sequence < 0, -1)
+
+
 def update(
     x: Tensor,
     conv_state: Tensor,

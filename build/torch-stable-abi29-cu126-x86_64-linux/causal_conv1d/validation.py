@@ -5,7 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..checks import check_cu_seqlens, check_cu_seqlens_values, check_device, check_floating
+from ..checks import check_cu_seqlens, check_cu_seqlens_values, check_device, check_floating, check_written
 
 ACTIVATIONS = (None, "silu", "swish")
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -71,7 +71,7 @@ def check_state_indices(x: Tensor, conv_state: Tensor, conv_state_indices: Optio
     """Raise unless `conv_state` has a row for each row of x, or `conv_state_indices` [batch] names one."""
     if conv_state_indices is None:
         check_state("conv_state", conv_state, x, width - 1)
-        _check_written("conv_state", conv_state)
+        check_written("conv_state", conv_state)
         return
     if not isinstance(conv_state_indices, Tensor) or conv_state_indices.dtype not in (torch.int32, torch.int64):
         kind = conv_state_indices.dtype if isinstance(conv_state_indices, Tensor) else type(conv_state_indices).__name__
@@ -92,14 +92,7 @@ def check_state_indices(x: Tensor, conv_state: Tensor, conv_state_indices: Optio
             f"conv_state has shape {sizes}; with conv_state_indices it must be [rows, {x.shape[1]}, tokens] with at least "
             f"one row and {width - 1} tokens: allocate it for these channels and this width."
         )
-    _check_written("conv_state", conv_state)
-
-
-def _check_written(name: str, state: Tensor) -> None:
-    if any(size > 1 and stride == 0 for size, stride in zip(state.shape, state.stride())):
-        raise ValueError(
-            f"{name} has strides {list(state.stride())}; it is updated in place and must not repeat memory: pass {name}.clone()."
-        )
+    check_written("conv_state", conv_state)
 
 
 def _check_seq_idx(x: Tensor, seq_idx: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from typing import Optional, Tuple, Union
 
-import torch
 from torch import Tensor
 
 from ..sm90 import notice_torch_path
@@ -89,7 +88,7 @@ def checked_operands(
         validation.check_state("initial_states", initial_states, x, history)
         initial_states = initial_states[..., initial_states.shape[2] - history :].to(x.dtype)
     sequence = seq_idx if cu_seqlens is None else torch_path.sequence_of_tokens(cu_seqlens, x.shape[2])
-    return None if sequence is None else sequence.to(torch.int32), initial_states
+    return None if sequence is None else torch_path.narrow_sequence(sequence), initial_states
 
 
 def causal_conv1d_update(

@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..checks import FLOATING, check_cu_seqlens, check_device, check_floating
+from ..checks import FLOATING, check_cu_seqlens, check_device, check_floating, check_written
 from .plan import CHUNK_SIZES, PLANS
 
 
@@ -23,7 +23,7 @@ def check_flags(**flags) -> None:
 
 def check_plan(plan: str) -> None:
     """Raise ValueError unless the plan is one of PLANS."""
-    if plan not in PLANS:
+    if not isinstance(plan, str) or plan not in PLANS:
         raise ValueError(f"plan is {plan!r}; it must be one of {', '.join(map(repr, PLANS))}.")
 
 
@@ -147,11 +147,12 @@ def check_pool(q, v, states, state_indices, sequences: int, state_v_first: bool)
 
 
 def check_in_place(states: Optional[Tensor]) -> None:
-    """Raise unless there are states to update in place."""
+    """Raise unless there are states to update in place, each in memory of its own."""
     if states is None:
         raise ValueError(
             "inplace_final_state is True and initial_state is None; pass the states that are to be updated, zeros at first."
         )
+    check_written("initial_state", states)
 
 
 def check_no_gradient(name: str, *tensors: Optional[Tensor]) -> None:
