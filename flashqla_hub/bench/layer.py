@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import command
-from .record import append, git_commit, run_name
+from .record import append
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,7 @@ def bench_layer_command(
         names = known("impl", impl, IMPLEMENTATIONS)
         operations = known("operation", operation, OPERATIONS)
         folders = command.parse_paths(path or (), IMPLEMENTATIONS)
-        common = {"run": run_name(commit or git_commit(command.ROOT)), **command.device_facts()}
+        common, record_file = command.begin(commit, output, "-layer")
     except ValueError as error:
         Console().print(str(error))
         raise typer.Exit(2) from None
@@ -107,8 +107,8 @@ def bench_layer_command(
         folders,
         warm,
         seconds,
-        output,
         common,
+        record_file,
     )
 
 
@@ -120,13 +120,10 @@ def compare(
     folders: dict[str, tuple[str, ...]],
     warm: bool,
     seconds: int,
-    output: Path | None,
     common: dict,
+    path: Path,
 ) -> None:
-    """Run implementations by the processes of a module of this package, write their records, and print them as a table."""
-    path = output or command.ROOT / "benchmarks" / "results" / command.device_folder(common["device"]) / (
-        f"{common['run']}-{module}.jsonl"
-    )
+    """Run implementations by the processes of a module of this package, write their records to `path`, and print a table."""
     records = []
     for name in sorted(names, key=lambda name: name != OURS):  # ours first, and then what the peers have to compile
         if warm and name != OURS:

@@ -33,7 +33,6 @@ from .layer import (
     put_in_fla,
     serve_with,
 )
-from .record import git_commit, run_name
 
 if TYPE_CHECKING:
     import torch
@@ -65,13 +64,12 @@ def bench_model_command(
         names = known("impl", impl, IMPLEMENTATIONS)
         operations = known("operation", operation or list(OPERATIONS[:-1]), OPERATIONS)
         folders = command.parse_paths(path or (), IMPLEMENTATIONS)
-        common = {"run": run_name(commit or git_commit(command.ROOT)), **command.device_facts()}
+        common, record_file = command.begin(commit, output, "-model")
     except ValueError as error:
         Console().print(str(error))
         raise typer.Exit(2) from None
-    compare(
-        "model", names, shapes, [",".join(operations), str(tokens), str(source)], folders, warm, seconds, output, common
-    )
+    arguments = [",".join(operations), str(tokens), str(source)]
+    compare("model", names, shapes, arguments, folders, warm, seconds, common, record_file)
 
 
 def make_model(shape: Shape, device: str, dtype: "torch.dtype", **sizes: int) -> "torch.nn.Module":
