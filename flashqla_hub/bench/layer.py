@@ -3,18 +3,14 @@
 Each implementation runs in a process of its own: `flashqla` is the layer that `kernelize` serves; `transformers` the layer as it
 comes, which takes the recurrence from FLA and the convolution from causal-conv1d where they are installed, and all else from
 PyTorch; `fla` the same with FLA's convolution, gated norm and gates put in. With `+flashqla`, FLA hands the recurrence over to
-FlashQLA, as it does by itself where that is installed.
+FlashQLA, as it does by itself where that is installed. A record names the functions that served its row.
 
 `rest_ms` is the time on the GPU of everything but matrix products, which no kernel here changes, from a profile of single calls;
 `matrix_ms` is the time of the products alone. The two need not add up to `ms`: products alone heat the card more.
 """
 
-import json
-import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -23,10 +19,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from . import command
-from .record import append
+from . import command, side_by_side
+from .called import functions_behind, watched
+from .fla_layer import put_in_fla
+from .side_by_side import IMPLEMENTATIONS, OURS, Limits, Work, hands_over, known
 
 if TYPE_CHECKING:
     import torch
@@ -34,14 +31,7 @@ if TYPE_CHECKING:
 HEAD_DIM = 128
 WARM_UPS, ROUNDS = 4, 12
 DECODED = 64  # tokens in the cache before the timed step
-SECONDS = 900  # an implementation
-WARM_TOKENS, WARM_SECONDS = 4096, 120
-TIME_LIMIT = "Time limit of each implementation; what it has measured by then is kept."
-PATH = "NAME=FOLDERS: folders, separated by colons, that are searched first in the process of this implementation."
-WARM = "Let what the peers compile at their first call be compiled first, side by side, with few tokens."
-OURS = "flashqla"
-IMPLEMENTATIONS = (OURS, "transformers", "transformers+flashqla", "fla", "fla+flashqla")
-OPERATIONS = ("forward", "decode", "training")
+OPERATIONS = ("forward", "training", "decode")
 LIBRARIES = {"fla": "FLA", "flash_qla": "FlashQLA", "causal_conv1d": "causal-conv1d"}  # by module
 OUR_PRODUCTS = "token_products"
 PRODUCTS = (
@@ -70,9 +60,9 @@ class Shape:
 
 
 SHAPES = {
-    "2b": Shape(2048, 16, 16),
     "35b": Shape(2048, 16, 32),
     "27b": Shape(5120, 16, 48),
+    "2b": Shape(2048, 16, 16),
 }
 
 
@@ -82,14 +72,20 @@ def bench_layer_command(
     batch: Annotated[int, typer.Option(help="Sequences of the decode step.")] = 1,
     impl: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(IMPLEMENTATIONS)}; all if left out.")] = None,
     operation: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(OPERATIONS)}; all if left out.")] = None,
-    path: Annotated[list[str] | None, typer.Option(help=PATH)] = None,
-    warm: Annotated[bool, typer.Option("--warm", help=WARM)] = False,
-    seconds: Annotated[int, typer.Option(help=TIME_LIMIT)] = SECONDS,
+    path: Annotated[list[str] | None, typer.Option(help=side_by_side.PATH)] = None,
+    compiled: Annotated[bool, typer.Option("--compiled", help=side_by_side.COMPILED)] = False,
+    seconds: Annotated[float, typer.Option(help=side_by_side.TIME_LIMIT)] = side_by_side.SECONDS,
+    row_seconds: Annotated[float, typer.Option(help=side_by_side.ROW_LIMIT)] = side_by_side.ROW_SECONDS,
+    warm_seconds: Annotated[float, typer.Option(help=side_by_side.WARM_LIMIT)] = side_by_side.WARM_SECONDS,
     source: command.Source = command.ROOT,
     output: command.Output = None,
     commit: command.Commit = None,
 ) -> None:
-    """Time forward, decode step and training step of one layer, with and without the kernel; write one JSON line each."""
+    """Time forward, training step and decode step of one layer, with and without the kernel.
+
+    Writes a JSON line as soon as a row is measured: of this kernel all rows, then those of its peers, in the order of the
+    options.
+    """
     try:
         shapes = known("shape", shape, tuple(SHAPES))
         names = known("impl", impl, IMPLEMENTATIONS)
@@ -99,116 +95,10 @@ def bench_layer_command(
     except ValueError as error:
         Console().print(str(error))
         raise typer.Exit(2) from None
-    compare(
-        "layer",
-        names,
-        shapes,
-        [",".join(operations), str(tokens), str(batch), str(source)],
-        folders,
-        warm,
-        seconds,
-        common,
-        record_file,
-    )
-
-
-def compare(
-    module: str,
-    names: Sequence[str],
-    shapes: Sequence[str],
-    arguments: list[str],
-    folders: dict[str, tuple[str, ...]],
-    warm: bool,
-    seconds: int,
-    common: dict,
-    path: Path,
-) -> None:
-    """Run implementations by the processes of a module of this package, write their records to `path`, and print a table."""
-    records = []
-    for name in sorted(names, key=lambda name: name != OURS):  # ours first, and then what the peers have to compile
-        if warm and name != OURS:
-            short, warm = [arguments[0], str(WARM_TOKENS), *arguments[2:]], False
-            peers = [(peer, shape) for peer in names if peer != OURS for shape in shapes]
-            started = [start_process(module, peer, (shape,), short, folders) for peer, shape in peers]
-            deadline = time.monotonic() + WARM_SECONDS
-            for process in started:
-                printed_by(process, max(1.0, deadline - time.monotonic()))
-        ran = run_implementation(module, name, shapes, arguments, folders, seconds)
-        found = [{**common, **record} for record in ran]
-        append(path, found)  # at once, so that what is measured survives what comes next
-        records += found
-    console = Console(width=None if sys.stdout.isatty() else command.LOG_WIDTH)
-    console.print(as_table(records))
-    console.print(f"Written to {path}")
-    if any(record.get("skipped") for record in records if record["impl"] == OURS):
-        raise typer.Exit(1)
-
-
-def run_implementation(
-    module: str,
-    name: str,
-    shapes: Sequence[str],
-    arguments: list[str],
-    folders: dict[str, tuple[str, ...]],
-    seconds: int = SECONDS,
-) -> list[dict]:
-    """Records of one implementation, from the process of this module; what it could not do is a record with the reason."""
-    process = start_process(module, name, shapes, arguments, folders)
-    printed, reason = printed_by(process, seconds)
-    records = [json.loads(line) for line in printed.splitlines() if line.startswith('{"op"')]
-    missing = [shape for shape in shapes if not any(record["layer"] == shape for record in records)]
-    return records + [{"op": module, "layer": shape, "impl": name, "skipped": reason} for shape in missing]
-
-
-def start_process(
-    module: str, name: str, shapes: Sequence[str], arguments: list[str], folders: dict[str, tuple[str, ...]]
-) -> subprocess.Popen:
-    environment = {**os.environ, "FLA_FLASH_QLA": "1" if _hands_over(name) else "0"}
-    environment["PYTHONPATH"] = command.search_path(folders.get(name, ()))
-    arguments = [sys.executable, "-m", f"flashqla_hub.bench.{module}", name, ",".join(shapes), *arguments]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def printed_by(process: subprocess.Popen, seconds: float) -> tuple[str, str]:
-    """What a process printed, and why it may have printed less than it was asked for."""
-    try:
-        printed, _ = process.communicate(timeout=seconds)
-        return printed, f"the process ended with code {process.returncode}"
-    except subprocess.TimeoutExpired:
-        process.kill()
-        printed, _ = process.communicate()
-        return printed, f"not done within {seconds} s"
-
-
-def _hands_over(name: str) -> bool:
-    """Whether FLA is to call FlashQLA."""
-    return name.endswith("+flashqla")
-
-
-def check_handed_over(name: str) -> None:
-    """Raise if FLA was to call FlashQLA and has not: it imports it at the first call."""
-    if _hands_over(name) and "flash_qla" not in sys.modules:
-        raise RuntimeError("FLA did not hand over to FlashQLA")
-
-
-def as_table(records: list[dict]) -> Table:
-    """One row a record."""
-    table = Table("layer", "operation", "implementation", "ms", "products ms", "rest ms", "launches", "served by")
-    for record in records:
-        numbers = [record.get(name) for name in ("ms", "matrix_ms", "rest_ms")]
-        cells = [f"{number:.4f}" if number is not None else "-" for number in numbers]
-        what = record.get("skipped") or record.get("served", "")
-        table.add_row(
-            record["layer"], record["op"], record["impl"], *cells, str(record.get("launches", "-")), str(what)
-        )
-    return table
-
-
-def known(option: str, names: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    unknown = [name for name in names or () if name not in known]
-    if unknown:
-        raise ValueError(f"--{option} is {unknown[0]!r}; it must be one of {', '.join(known)}.")
-    return tuple(dict.fromkeys(names or known))
+    rows = side_by_side.rows_of(shapes, operations)
+    work = Work("layer", rows, (str(tokens), str(batch), str(source)), folders)
+    limits = Limits(warm_seconds, row_seconds, seconds)
+    side_by_side.compare(work, names, limits, compiled, common, record_file)
 
 
 def make_layer(shape: Shape, device: str, dtype: "torch.dtype") -> tuple["torch.nn.Module", object]:
@@ -312,60 +202,6 @@ def rest_ms(call: Callable[[], object], only: Callable[[], object]) -> float:
     return sum(ms for name, _, ms in kernels(call, PROFILED) if not is_product(name)) / PROFILED
 
 
-def put_in_fla(layer: "torch.nn.Module", raw_gates: bool) -> None:
-    """A forward of the layer from FLA's convolution, gated delta rule and gated norm, each called at its best.
-
-    With `raw_gates` FLA activates the gates; FlashQLA takes none, so there PyTorch does, as in transformers.
-    """
-    import torch.nn.functional as F
-    from fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
-    from fla.modules.norm.fused_norm_gate import rms_norm_gated
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-
-    def convolve(qkv, cache, is_step):
-        weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
-        if is_step:
-            state = cache.layers[layer.layer_idx].conv_states[0]
-            return causal_conv1d_update(qkv, state, weight=weight, bias=bias, activation="silu")[0]
-        if cache is not None:
-            width = layer.conv_kernel_size
-            cache.update_conv_state(qkv.transpose(1, 2)[..., -width:], layer.layer_idx, conv_kernel_size=width)
-        return causal_conv1d(qkv, weight, bias, activation="silu")[0]
-
-    def forward(hidden_states, cache_params=None, **_):
-        cache, idx = cache_params, layer.layer_idx
-        is_step = cache is not None and cache.has_previous_state(idx)
-        mixed = convolve(layer.in_proj_qkv(hidden_states), cache, is_step)
-        q, k, v = (
-            part.unflatten(2, (-1, HEAD_DIM))
-            for part in mixed.split((layer.key_dim, layer.key_dim, layer.value_dim), dim=2)
-        )
-        b, a = layer.in_proj_b(hidden_states), layer.in_proj_a(hidden_states)
-        if raw_gates or is_step:
-            gates = {"g": a, "beta": b, "A_log": layer.A_log, "dt_bias": layer.dt_bias}
-            gates |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
-        else:
-            decay = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias)
-            gates = {"g": decay, "beta": b.sigmoid()}
-        rule = fused_recurrent_gated_delta_rule if is_step else chunk_gated_delta_rule
-        o, state = rule(
-            q,
-            k,
-            v,
-            initial_state=cache.layers[idx].recurrent_states[0] if is_step else None,
-            output_final_state=cache is not None,
-            use_qk_l2norm_in_kernel=True,
-            **gates,
-        )
-        if cache is not None:
-            cache.update_recurrent_state(state, idx)
-        z = layer.in_proj_z(hidden_states).unflatten(2, (-1, HEAD_DIM))
-        normed = rms_norm_gated(o, z, layer.norm.weight, None, eps=layer.norm.variance_epsilon)
-        return layer.out_proj(normed.flatten(2))
-
-    layer.forward = forward
-
-
 def exact(layer: "torch.nn.Module", x: "torch.Tensor") -> "torch.Tensor":
     """The layer's output in float64, with the token recurrence, from its parameters as they are."""
     import torch
@@ -389,45 +225,83 @@ def exact(layer: "torch.nn.Module", x: "torch.Tensor") -> "torch.Tensor":
     return project("out_proj", o.flatten(2) * F.silu(project("in_proj_z", x)))
 
 
-def measure_decode(layer: "torch.nn.Module", config: object, x: "torch.Tensor", batch: int) -> dict:
-    """One token a sequence, behind a prompt of a few."""
+@dataclass(frozen=True)
+class Step:
+    """What is timed of a layer, and its matrix products alone.
+
+    `forward` is the part of the step that calls the functions which serve it, and returns what a backward begins with.
+    """
+
+    run: Callable[[], object]
+    products: Callable[[], object]
+    forward: Callable[[], "torch.Tensor"]
+
+
+def step_of(layer: "torch.nn.Module", config: object, operation: str, x: "torch.Tensor", batch: int) -> Step:
+    """A forward, a training step, or one token a sequence behind a prompt of a few."""
     from transformers import DynamicCache
 
+    only = products(layer)
+    if operation == "training":
+        return Step(training_step(layer, x, layer), training_step(only, x, layer), lambda: layer(x))
+    if operation == "forward":
+        return Step(lambda: layer(x), lambda: only(x), lambda: layer(x))
     cache = DynamicCache(config=config)
     layer(x[:, :DECODED].expand(batch, -1, -1), cache_params=cache)
-    step, only = x[:, :1].expand(batch, -1, -1).contiguous(), products(layer)
+    token = x[:, :1].expand(batch, -1, -1).contiguous()
 
     def decode():
-        return layer(step, cache_params=cache)
+        return layer(token, cache_params=cache)
 
+    return Step(decode, lambda: only(token), decode)
+
+
+def measure_decode(step: Step) -> dict:
     return {
-        "ms": graph_milliseconds(decode),
-        "matrix_ms": graph_milliseconds(lambda: only(step)),
-        "rest_ms": rest_ms(decode, lambda: only(step)),
-        "eager_ms": milliseconds(decode),
-        "launches": sum(count for _, count, _ in kernels(decode)),
+        "ms": graph_milliseconds(step.run),
+        "matrix_ms": graph_milliseconds(step.products),
+        "rest_ms": rest_ms(step.run, step.products),
+        "eager_ms": milliseconds(step.run),
+        "launches": sum(count for _, count, _ in kernels(step.run)),
     }
 
 
-def measure(shape: Shape, name: str, operation: str, tokens: int, batch: int, source: Path) -> dict:
-    """Figures of one operation of one layer; a wrong output gives no times."""
+def measure(
+    shape: Shape, name: str, operation: str, tokens: int, batch: int, source: Path, warm: Callable[[], None]
+) -> dict:
+    """Figures of one operation of one layer; a wrong output gives no times.
+
+    The row itself runs before the short correctness gate, since some tune themselves on the first call that they see.
+    """
     import torch
 
     layer, config = make_layer(shape, "cuda", torch.bfloat16)
     served = serve(layer, name, source)
-    x = torch.randn(1, tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        truth = exact(layer, x[:, :GATE_TOKENS])
-        error = ((layer(x[:, :GATE_TOKENS]).double() - truth).norm() / truth.norm()).item()
+    x = torch.randn(1, tokens, shape.hidden, device=layer.A_log.device, dtype=layer.A_log.dtype)
+    x.requires_grad_(operation == "training")
+    with torch.set_grad_enabled(operation == "training"):
+        step = step_of(layer, config, operation, x, batch)
+        step.run()
+        output, functions = watched(step.forward)
+        functions += functions_behind(output)
+        del output
+        with torch.no_grad():
+            truth = exact(layer, x[:, :GATE_TOKENS])
+            error = ((layer(x[:, :GATE_TOKENS]).double() - truth).norm() / truth.norm()).item()
+        check_handed_over(name, operation, functions)
+        torch.cuda.synchronize()
+        warm()
+        figures = {"served": served, "functions": ", ".join(functions), "error": error}
         if not error <= LIMIT:
-            return {"error": error, "skipped": f"wrong: relative error {error:.2e}"}
-        figures = {"served": served, "error": error}
-        if operation == "decode":
-            return {**figures, **measure_decode(layer, config, x, batch)}
-        if operation == "forward":
-            return {**figures, **figures_of(lambda: layer(x), lambda: products(layer)(x))}
-    x.requires_grad_()
-    return {**figures, **figures_of(training_step(layer, x, layer), training_step(products(layer), x, layer))}
+            return {**figures, "skipped": f"wrong: relative error {error:.2e}"}
+        measured = measure_decode(step) if operation == "decode" else figures_of(step.run, step.products)
+    return {**figures, **measured}
+
+
+def check_handed_over(name: str, operation: str, functions: list[str]) -> None:
+    """Raise if FLA was to call FlashQLA and has not; it never does in a decode step."""
+    if hands_over(name) and operation != "decode" and not any(each.startswith("flash_qla.") for each in functions):
+        raise RuntimeError(f"FLA did not hand over to FlashQLA; what ran is {', '.join(functions)}")
 
 
 def serve(layer: "torch.nn.Module", name: str, source: Path) -> str:
@@ -468,30 +342,25 @@ def figures_of(call: Callable[[], object], only: Callable[[], object]) -> dict:
 
 
 def main(arguments: list[str]) -> None:
-    """The process of one implementation: a JSON line for each operation on each layer."""
-    import torch
+    """The process of one implementation: a JSON line for each row."""
+    name, rows, share, tokens, batch, source = arguments
 
-    name, shapes, operations, tokens, batch, source = arguments
-    for shape in shapes.split(","):
+    def common(shape: str, operation: str) -> dict:
+        sequences = f"1x{batch}" if operation == "decode" else f"1x{tokens}"
         sizes = SHAPES[shape]
-        for operation in operations.split(","):
-            sequences = f"1x{batch}" if operation == "decode" else f"1x{tokens}"
-            record = {
-                "op": f"layer-{operation}",
-                "layer": shape,
-                "impl": name,
-                "hk": sizes.hk,
-                "hv": sizes.hv,
-                "seqs": sequences,
-            }
-            try:
-                figures = measure(sizes, name, operation, int(tokens), int(batch), Path(source))
-                check_handed_over(name)
-            except Exception as failure:  # one that fails on a layer is a line with its reason
-                reason = (str(failure).splitlines() or [""])[0]
-                figures = {"skipped": f"{type(failure).__name__}: {reason}"[:300]}
-            print(json.dumps({**record, **figures}), flush=True)
-            torch.cuda.empty_cache()
+        return {
+            "op": f"layer-{operation}",
+            "layer": shape,
+            "impl": name,
+            "hk": sizes.hk,
+            "hv": sizes.hv,
+            "seqs": sequences,
+        }
+
+    def figures(shape: str, operation: str, warm: Callable[[], None]) -> dict:
+        return measure(SHAPES[shape], name, operation, int(tokens), int(batch), Path(source), warm)
+
+    side_by_side.run_rows(rows, share, common, figures)
 
 
 if __name__ == "__main__":

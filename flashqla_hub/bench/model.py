@@ -6,7 +6,7 @@ over the prompt with an empty cache; the others are milliseconds a generated tok
 replayed as a CUDA graph; `compiled` as `static`, by the step that transformers compiles.
 """
 
-import json
+import functools
 import statistics
 import sys
 import time
@@ -17,22 +17,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from . import command
-from .layer import (
-    IMPLEMENTATIONS,
-    PATH,
-    SECONDS,
-    SHAPES,
-    TIME_LIMIT,
-    WARM,
-    Shape,
-    check_handed_over,
-    compare,
-    known,
-    milliseconds,
-    put_in_fla,
-    serve_with,
-)
+from . import command, side_by_side
+from .called import watched
+from .fla_layer import put_in_fla
+from .layer import SHAPES, Shape, check_handed_over, milliseconds, serve_with
+from .side_by_side import IMPLEMENTATIONS, Limits, Work, known
 
 if TYPE_CHECKING:
     import torch
@@ -51,14 +40,20 @@ def bench_model_command(
     operation: Annotated[
         list[str] | None, typer.Option(help=f"Of {', '.join(OPERATIONS)}; all but the last if left out.")
     ] = None,
-    path: Annotated[list[str] | None, typer.Option(help=PATH)] = None,
-    warm: Annotated[bool, typer.Option("--warm", help=WARM)] = False,
-    seconds: Annotated[int, typer.Option(help=TIME_LIMIT)] = SECONDS,
+    path: Annotated[list[str] | None, typer.Option(help=side_by_side.PATH)] = None,
+    compiled: Annotated[bool, typer.Option("--compiled", help=side_by_side.COMPILED)] = False,
+    seconds: Annotated[float, typer.Option(help=side_by_side.TIME_LIMIT)] = side_by_side.SECONDS,
+    row_seconds: Annotated[float, typer.Option(help=side_by_side.ROW_LIMIT)] = side_by_side.ROW_SECONDS,
+    warm_seconds: Annotated[float, typer.Option(help=side_by_side.WARM_LIMIT)] = side_by_side.WARM_SECONDS,
     source: command.Source = command.ROOT,
     output: command.Output = None,
     commit: command.Commit = None,
 ) -> None:
-    """Time prefill and generated tokens of a model of random weights, with and without the kernel; write one JSON line each."""
+    """Time prefill and generated tokens of a model of random weights, with and without the kernel.
+
+    Writes a JSON line as soon as a row is measured: of this kernel all rows, then those of its peers, in the order of the
+    options.
+    """
     try:
         shapes = known("shape", shape or ["2b"], tuple(SHAPES))
         names = known("impl", impl, IMPLEMENTATIONS)
@@ -68,8 +63,9 @@ def bench_model_command(
     except ValueError as error:
         Console().print(str(error))
         raise typer.Exit(2) from None
-    arguments = [",".join(operations), str(tokens), str(source)]
-    compare("model", names, shapes, arguments, folders, warm, seconds, common, record_file)
+    work = Work("model", side_by_side.rows_of(shapes, operations), (str(tokens), str(source)), folders)
+    limits = Limits(warm_seconds, row_seconds, seconds)
+    side_by_side.compare(work, names, limits, compiled, common, record_file)
 
 
 def make_model(shape: Shape, device: str, dtype: "torch.dtype", **sizes: int) -> "torch.nn.Module":
@@ -124,16 +120,18 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def generation(model: "torch.nn.Module", ids: "torch.Tensor", count: int, **options) -> Callable[[], object]:
+    """`generate` of exactly so many new tokens."""
+    lengths = {"max_new_tokens": count, "min_new_tokens": count}
+    return lambda: model.generate(ids, do_sample=False, **lengths, **options)
+
+
 def token_ms(model: "torch.nn.Module", ids: "torch.Tensor", **options) -> float:
     """Milliseconds a token of `generate`, the median of some differences between many new tokens and few."""
-
-    def generate(count: int) -> Callable[[], object]:
-        lengths = {"max_new_tokens": count, "min_new_tokens": count}
-        return lambda: model.generate(ids, do_sample=False, **lengths, **options)
-
-    for count in (FEW, MANY):
-        generate(count)()
-    differences = (seconds_of(generate(MANY)) - seconds_of(generate(FEW)) for _ in range(REPEATS))
+    few, many = (generation(model, ids, count, **options) for count in (FEW, MANY))
+    for call in (few, many):
+        call()
+    differences = (seconds_of(many) - seconds_of(few) for _ in range(REPEATS))
     return 1e3 * statistics.median(differences) / (MANY - FEW)
 
 
@@ -161,46 +159,67 @@ def captured_ms(model: "torch.nn.Module", ids: "torch.Tensor") -> float:
     return milliseconds(graph.replay)
 
 
-def measure(model: "torch.nn.Module", operation: str, tokens: int) -> dict:
-    """Figures of one operation."""
+def measure(model: "torch.nn.Module", name: str, operation: str, tokens: int, warm: Callable[[], None]) -> dict:
+    """Figures of one operation, and the functions that serve a prefill, or a token behind it."""
     import torch
     from transformers import DynamicCache
 
     ids = torch.randint(1, model.config.vocab_size, (1, tokens), device=model.device)
+    static = {"cache_implementation": "static", "disable_compile": operation != "compiled"}
+    options = {} if operation == "dynamic" else static
     with torch.inference_mode():
-        if operation == "prefill":
-            return {
-                "ms": milliseconds(
-                    lambda: model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
-                )
-            }
-        if operation == "captured":
-            return {"ms": captured_ms(model, ids)}
-        if operation == "dynamic":
-            return {"ms": token_ms(model, ids)}
-        return {"ms": token_ms(model, ids, cache_implementation="static", disable_compile=operation == "static")}
+
+        def prefill():
+            cache = DynamicCache(config=model.config)
+            model(ids, past_key_values=cache, logits_to_keep=1)
+            return cache
+
+        is_prefill = operation == "prefill"
+        call = prefill if is_prefill else functools.partial(model, ids[:, :1], past_key_values=prefill())
+        call()
+        if not is_prefill:
+            generation(model, ids, FEW, **options)()
+        _, functions = watched(call)
+        check_handed_over(name, "forward" if is_prefill else "decode", functions)
+        del call
+        torch.cuda.synchronize()
+        warm()
+        if is_prefill:
+            figure = milliseconds(prefill)
+        elif operation == "captured":
+            figure = captured_ms(model, ids)
+        else:
+            figure = token_ms(model, ids, **options)
+    return {"ms": figure, "functions": ", ".join(functions)}
 
 
 def main(arguments: list[str]) -> None:
-    """The process of one implementation: a JSON line for each operation on each model."""
+    """The process of one implementation: a JSON line for each row."""
     import torch
 
-    name, shapes, operations, tokens, source = arguments
-    for shape in shapes.split(","):
+    name, rows, share, tokens, source = arguments
+
+    @functools.lru_cache(maxsize=1)
+    def model_of(shape: str) -> tuple["torch.nn.Module", str]:
+        model = make_model(SHAPES[shape], "cuda", torch.bfloat16)
+        return model, serve(model, name, Path(source))
+
+    def common(shape: str, operation: str) -> dict:
         sizes = SHAPES[shape]
-        common = {"layer": shape, "impl": name, "hk": sizes.hk, "hv": sizes.hv, "seqs": f"1x{tokens}"}
-        model = make_model(sizes, "cuda", torch.bfloat16)
-        served = serve(model, name, Path(source))
-        for operation in operations.split(","):
-            try:
-                figures = {**measure(model, operation, int(tokens)), "served": served}
-                check_handed_over(name)
-            except Exception as failure:  # one that fails is a line with its reason
-                reason = (str(failure).splitlines() or [""])[0]
-                figures = {"skipped": f"{type(failure).__name__}: {reason}"[:300]}
-            print(json.dumps({"op": f"model-{operation}", **common, **figures}), flush=True)
-        del model
-        torch.cuda.empty_cache()
+        return {
+            "op": f"model-{operation}",
+            "layer": shape,
+            "impl": name,
+            "hk": sizes.hk,
+            "hv": sizes.hv,
+            "seqs": f"1x{tokens}",
+        }
+
+    def figures(shape: str, operation: str, warm: Callable[[], None]) -> dict:
+        model, served = model_of(shape)
+        return {**measure(model, name, operation, int(tokens), warm), "served": served}
+
+    side_by_side.run_rows(rows, share, common, figures)
 
 
 if __name__ == "__main__":

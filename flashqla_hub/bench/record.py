@@ -7,8 +7,9 @@ which tells how quiet the machine was. `bound_ms` is the least that the device's
 allow. Memory is in 10^6 bytes: `io_mb` of inputs and outputs, `peak_mb` allocated at the peak of a call, outputs included, and
 `extra_mb` without them. `buffers` is how many copies of the inputs were read in turn, `error` the relative error of the
 correctness gate. Of a whole layer, `layer` is its shape, `matrix_ms` the time of its matrix products alone, `rest_ms` that of
-all but products, `launches` what one call puts on the GPU, `served` what the implementation is made of; of a whole model,
-`layer` is that of its layers. `void` says why a peer's line, and with it the comparison, does not count; `skipped` why a line
+all but products, `launches` what one call puts on the GPU, `served` what the implementation is made of, `functions` which
+functions ran in a call, those of a backward as the autograd functions that they belong to; of a whole model, `layer` is that of
+its layers. `void` says why a peer's line, and with it the comparison, does not count; `skipped` why a line
 has no times.
 """
 
@@ -44,6 +45,7 @@ FIELDS = (
     "error",
     "launches",
     "served",
+    "functions",
     "copy_tb_s",
     "matrix_tflop_s",
     "device",

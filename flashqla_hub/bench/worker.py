@@ -105,10 +105,14 @@ def get_ready(implementation, ops: list[str], rows: list[str], gates: str) -> No
         torch.cuda.empty_cache()
 
 
-def tune_nothing() -> None:
-    """Let Triton's autotuners compile and run their candidates only: times taken beside other processes mean nothing."""
+def tune_nothing(share: int = 0, shares: int = 1) -> None:
+    """Let Triton's autotuners compile and run their candidates only: times taken beside other processes mean nothing.
+
+    Of `shares` processes that do the same, each takes a share of the candidates of every tuner.
+    """
     try:
         import triton.testing
+        from triton.runtime.autotuner import Autotuner
     except ImportError:
         return
 
@@ -117,6 +121,13 @@ def tune_nothing() -> None:
         return [0.0, 0.0, 0.0]  # a list, as for a candidate that does not fit
 
     triton.testing.do_bench = call_once
+    all_candidates = Autotuner.prune_configs
+
+    def some_candidates(self, kwargs):
+        candidates = all_candidates(self, kwargs)
+        return candidates[share::shares] or candidates[:1]
+
+    Autotuner.prune_configs = some_candidates
 
 
 def main(argv: list[str] | None = None) -> None:

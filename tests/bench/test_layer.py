@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 import flashqla_hub
 from flashqla_hub.__main__ import build_app
 from flashqla_hub.bench import layer as bench
-from flashqla_hub.bench.record import FIELDS
 
 SMALL = bench.Shape(hidden=64, hk=1, hv=2)
 
@@ -50,35 +48,63 @@ def test_step_of_the_layer_reaches_every_parameter(layer):
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
-def test_table_shows_figures_and_reasons():
-    done = {
-        "op": "layer-forward",
-        "layer": "2b",
-        "impl": "flashqla",
-        "ms": 3.5,
-        "matrix_ms": 2.0,
-        "rest_ms": 1.5,
-        "served": "all of it",
-    }
-    failed = {"op": "layer", "layer": "27b", "impl": "transformers", "skipped": "the process ended with code 1"}
-    assert set(done) | set(failed) <= set(FIELDS)
-    console = Console(width=200, record=True)
-    console.print(bench.as_table([done, failed]))
-    text = console.export_text()
-    assert "1.5000" in text and "all of it" in text and "the process ended with code 1" in text
-
-
-def test_process_that_ends_early_leaves_a_reason(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench.sys, "executable", "/bin/false")
-    (record,) = bench.run_implementation("layer", "flashqla", ("2b",), ["forward", "64", "1", str(tmp_path)], {})
-    assert record["layer"] == "2b" and record["skipped"] == "the process ended with code 1"
-
-
 def test_peer_that_is_not_installed_is_named(layer, monkeypatch):
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="FLA and FlashQLA is not installed"):
         bench.serve(layer, "fla+flashqla", None)
     assert bench.serve(layer, "transformers", None) == "transformers"
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """`measure` of a small layer on the CPU, with its clock left out."""
+    make_layer = bench.make_layer
+    monkeypatch.setattr(bench, "make_layer", lambda *_: make_layer(SMALL, "cpu", torch.float32))
+    monkeypatch.setattr(bench, "HEAD_DIM", 32)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def times(step, *_):
+        step.run() if isinstance(step, bench.Step) else step()
+        return {"ms": 1.0}
+
+    monkeypatch.setattr(bench, "figures_of", times)
+    monkeypatch.setattr(bench, "measure_decode", times)
+
+
+@pytest.mark.parametrize("operation", bench.OPERATIONS)
+def test_row_names_the_functions_that_served_it(on_cpu, kernel_folder, operation):
+    said = []
+    rule = "recurrent" if operation == "decode" else "chunk"
+    convolution = "causal_conv1d_update" if operation == "decode" else "causal_conv1d_fn"
+    figures = bench.measure(SMALL, "transformers", operation, 400, 2, None, lambda: said.append("warm"))
+    assert figures["error"] < 1e-4 and figures["ms"] == 1 and said == ["warm"]
+    assert [name.rpartition(".")[2] for name in figures["functions"].split(", ")] == [
+        convolution,
+        f"torch_{rule}_gated_delta_rule",
+        "forward",
+    ]
+    try:
+        ours = bench.measure(SMALL, "flashqla", operation, 400, 2, kernel_folder, lambda: None)
+    finally:
+        flashqla_hub.unregister()
+    assert "chunk_gated_delta_rule" in ours["functions"] or "fused_recurrent" in ours["functions"]
+    assert "transformers" not in ours["functions"], ours["functions"]
+
+
+def test_row_of_another_library_than_it_says_has_no_time(on_cpu, monkeypatch):
+    """FLA keeps the recurrence to itself if FlashQLA refuses the call."""
+    said = []
+    monkeypatch.setattr(bench, "serve", lambda *_: "transformers, FLA, FlashQLA")
+    with pytest.raises(RuntimeError, match="FLA did not hand over to FlashQLA; what ran is transformers"):
+        bench.measure(SMALL, "fla+flashqla", "forward", 400, 1, None, lambda: said.append("warm"))
+    assert not said
+
+
+def test_wrong_row_has_no_time(on_cpu, monkeypatch):
+    exact = bench.exact
+    monkeypatch.setattr(bench, "exact", lambda *given: 1.1 * exact(*given))
+    figures = bench.measure(SMALL, "transformers", "forward", 400, 1, None, lambda: None)
+    assert "ms" not in figures and "wrong: relative error" in figures["skipped"]
 
 
 @pytest.mark.parametrize(
