@@ -33,6 +33,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("flashqla_hub.demo", "demo_command", "Fine-tune a small Qwen3.5 on the kernel."),
     "finetune": Command("flashqla_hub.finetune.command", "finetune_command", "Train a model on your own text."),
+    "finetune-report": Command(
+        "flashqla_hub.finetune.command", "finetune_report_command", "Join runs and comparisons of several folders."
+    ),
     "build": Command("flashqla_hub.package.build", "build_command", "Assemble build/ from the sources."),
     "compile": Command("flashqla_hub.compile.command", "compile_command", "Compile the TileLang kernels for SM90."),
     "check": Command("flashqla_hub.package.check", "check_command", "Check a kernel repository against every rule."),

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from ..called import functions_behind, watched
 from . import command, side_by_side
-from .called import functions_behind, watched
 from .fla_layer import put_in_fla
 from .side_by_side import IMPLEMENTATIONS, OURS, Limits, Work, hands_over, known
 

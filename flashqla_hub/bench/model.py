@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from ..called import watched
 from . import command, side_by_side
-from .called import watched
 from .fla_layer import put_in_fla
 from .layer import SHAPES, Shape, check_handed_over, milliseconds, serve_with
 from .side_by_side import IMPLEMENTATIONS, Limits, Work, known

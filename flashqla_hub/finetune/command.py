@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
@@ -16,10 +16,14 @@ from rich.console import Console
 from ..demo import default_source
 from ..package.errors import PackageError, told_in_one_sentence
 from . import compare, report
-from .implementations import IMPLEMENTATIONS, OURS, explain_missing, isolate, require_called
+from .implementations import IMPLEMENTATIONS, ONE_BY_ONE, OURS, PLAIN, explain_missing, isolate, require_called
 from .model import LARGE, SHAPES, TINY
 from .settings import ATTENTIONS, CHECKPOINTING, PRECISIONS, FinetuneError, Settings, one_clause
 
+if TYPE_CHECKING:
+    from .training import Measured
+
+COMPARISON_FILE = "comparison.json"
 PAGE_WIDTH = 120  # of output that is not a terminal
 RATES = {True: 3e-4, False: 2e-5}  # default learning rates: of random weights, and of trained ones
 
@@ -62,18 +66,15 @@ def require_one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
         raise FinetuneError(f"{option} is {value}; it must be one of {', '.join(choices)}.")
 
 
-def require_runnable(settings: Settings, comparisons: dict[str, int]) -> None:
+def require_runnable(settings: Settings) -> None:
     """Raise FinetuneError for options that do not go together."""
     reason = explain_missing(settings.kernel, settings.device)
     if reason is not None:
         raise FinetuneError(
             f"--kernel is {settings.kernel}, and {reason}; leave the option out to train through {OURS}."
         )
-    if settings.packed and (comparisons or settings.kernel != OURS):
-        raise FinetuneError(
-            "--packed is for runs of this kernel alone, because the layers of transformers cannot keep packed documents "
-            "apart by themselves; leave out --packed to compare on unbroken text."
-        )
+    if settings.kernel == ONE_BY_ONE and not settings.packed:
+        raise FinetuneError(f"--kernel is {ONE_BY_ONE}, which is for the documents of packed rows; pass --packed too.")
     if settings.stop_after is not None and settings.stop_after > settings.steps:
         raise FinetuneError(
             f"--stop-after is {settings.stop_after} and --steps {settings.steps}; stop no later than that."
@@ -133,23 +134,33 @@ def run(settings: Settings, resume: bool, overwrite: bool, verify_packing: bool,
     documents = read_documents(settings.data, settings.column)
     model, encode = build(settings)
     rows, held_out = make_rows(join(documents, encode), settings)
-    if settings.kernel == OURS:
+    implementation = IMPLEMENTATIONS[settings.kernel]
+    if implementation.is_ours:
         kernelize(model, source=settings.source, trust_remote_code=settings.trust_remote_code, device=settings.device)
-    served = report.servers(who_serves(model)) if settings.kernel == OURS else {}
+    served = report.servers(who_serves(model)) if implementation.is_ours else {}
     require_ours(settings, served)
     settings.save()
+    path = settings.output / report.REPORT_FILE
+    path.unlink(missing_ok=True)
+    if checkpoint is None:
+        compare.forget(settings.output)
     tell_beginning(settings, model.num_parameters(), len(rows), served, console)
     if verify_packing:
         from .packing import verify
 
         console.print(verify(model, rows, settings), markup=False, highlight=False)
+
+    def keep(measured: "Measured") -> dict:
+        require_called(settings.kernel, measured.functions)
+        summary = report.summarize(settings, model.num_parameters(), served, measured)
+        report.write(summary, path)
+        return summary
+
     with baseline_failures_told(settings):
-        measured = train(model, rows, held_out, settings, checkpoint, console)
-    require_called(settings.kernel)
+        measured = train(model, rows, held_out, settings, checkpoint, console, keep)
+    summary = keep(measured)
     if settings.save_model:
         model.save_pretrained(settings.output / "model")
-    summary = report.summarize(settings, model.num_parameters(), served, measured)
-    report.write(summary, settings.output / report.REPORT_FILE)
     report.show(summary, console)
     return summary
 
@@ -162,7 +173,7 @@ def baseline_failures_told(settings: Settings) -> Iterator[None]:
     except PackageError:
         raise
     except Exception as error:
-        if settings.kernel == OURS:
+        if IMPLEMENTATIONS[settings.kernel].is_ours:
             raise
         raise FinetuneError(f"{IMPLEMENTATIONS[settings.kernel].title} failed: {one_clause(error)}.") from error
 
@@ -170,7 +181,7 @@ def baseline_failures_told(settings: Settings) -> Iterator[None]:
 def require_ours(settings: Settings, served: dict[str, str]) -> None:
     """Raise FinetuneError if a run of this kernel would be one of another."""
     core = served.get("chunk_gated_delta_rule", "")
-    if settings.kernel == OURS and not core.startswith("qwen/flashqla"):
+    if IMPLEMENTATIONS[settings.kernel].is_ours and not core.startswith("qwen/flashqla"):
         raise FinetuneError(
             f"the gated delta rule would be served by {core or 'transformers'} on {settings.device}, not by qwen/flashqla; "
             "look at the notice above, or train without it with --kernel plain."
@@ -182,7 +193,7 @@ def tell_beginning(settings: Settings, parameters: int, rows: int, served: dict[
         f"{settings.model}, {parameters / 1e6:.1f} M parameters in {settings.precision} on {settings.device}, by "
         f"{IMPLEMENTATIONS[settings.kernel].title}",
         *(f"  {name}: {by}" for name, by in served.items()),
-        f"{rows:,} rows of {settings.seq_len:,} tokens, {'documents kept apart' if settings.packed else 'unbroken text'}",
+        f"{rows:,} rows of {settings.seq_len:,} tokens, {kind_of_rows(settings)}",
     ]
     passes = settings.steps * settings.batch_size * settings.accumulation / rows
     if passes > 1:
@@ -191,31 +202,52 @@ def tell_beginning(settings: Settings, parameters: int, rows: int, served: dict[
         console.print(line, markup=False, highlight=False)
 
 
-def run_comparisons(comparisons: dict[str, int], settings: Settings, summary: dict, console: Console) -> None:
-    """The other implementations, the table and the plot of all.
+def kind_of_rows(settings: Settings) -> str:
+    if not settings.packed:
+        return "unbroken text"
+    return "documents kept apart" if IMPLEMENTATIONS[settings.kernel].keeps_apart else "documents one at a time"
+
+
+def run_comparisons(comparisons: dict[str, int], settings: Settings, seconds: float, console: Console) -> None:
+    """The other implementations, a file of all that there is after each, and the table and the plot.
 
     Raises:
-        FinetuneError: the losses differ from those of plain transformers by more than rounding explains.
+        FinetuneError: see `conclude`; or another run in the output folder had other options.
     """
     gc.collect()
     torch.cuda.empty_cache()  # the others need the memory of this process
-    runs = [summary, *(compare.compare(name, steps, settings, console) for name, steps in comparisons.items())]
-    report.write({"runs": runs}, settings.output / "comparison.json")
-    draw(runs, settings, console)
+    settings.output.mkdir(parents=True, exist_ok=True)
+    for name, steps in comparisons.items():
+        result = compare.compare(name, steps, settings, seconds, console)
+        for line in report.missing_runs([result]):
+            console.print(line, markup=False, highlight=False)
+        runs = compare.found([settings.output])
+        report.write({"runs": runs}, settings.output / COMPARISON_FILE)
+    compare.require_alike(runs)
+    draw(runs, settings.output, console)
     console.print(report.comparison_table(runs))
-    for line in report.missing_runs(runs):
+    conclude(runs, console)
+
+
+def conclude(runs: list[dict], console: Console) -> None:
+    """What the runs show together.
+
+    Raises:
+        FinetuneError: one that could be made failed, or the losses differ from those of plain transformers by more than
+            rounding explains.
+    """
+    passes, sentence = report.verdict(runs) or (True, None)
+    for line in filter(None, (report.packing_sentence(runs), sentence if passes else None)):
         console.print(line, markup=False, highlight=False)
-    found = report.verdict(runs)
-    if found is None:
-        return
-    passes, sentence = found
     if not passes:
         raise FinetuneError(sentence)
-    console.print(sentence, markup=False, highlight=False)
+    failed = [IMPLEMENTATIONS[run["kernel"]].title for run in runs if "failed" in run]
+    if failed:
+        raise FinetuneError(f"not every comparison came to its end: {', '.join(failed)}; see above why.")
 
 
-def draw(runs: list[dict], settings: Settings, console: Console) -> None:
-    path = settings.output / report.PLOT_FILE
+def draw(runs: list[dict], output: Path, console: Console) -> None:
+    path = output / report.PLOT_FILE
     drawn = report.plot(runs, path)
     line = f"loss curve: {path}" if drawn else "no loss curve, since matplotlib is missing: pip install matplotlib"
     console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -274,9 +306,18 @@ def finetune_command(
         typer.Option(
             "--compare",
             help="Repeat some steps by others, each in a process of its own: plain, plain-eager, fla, fla+flashqla, or all; "
-            "NAME:STEPS sets how many.",
+            "one-by-one too with --packed; NAME:STEPS sets how many.",
         ),
     ] = None,
+    compare_seconds: Annotated[
+        float, typer.Option(min=1, help="Time limit of each comparison; what it has done by then is kept.")
+    ] = compare.SECONDS,
+    only: Annotated[
+        bool,
+        typer.Option(
+            "--only", help="Make the comparisons alone, beside what --output holds; finetune-report joins folders."
+        ),
+    ] = False,
     kernel: Annotated[str, typer.Option(help=f"Who serves the layers: {', '.join(IMPLEMENTATIONS)}.")] = OURS,
     column: Annotated[str, typer.Option(help="Field of a .jsonl line or column of a dataset with the text.")] = "text",
     device: Annotated[str | None, typer.Option(help="Default: the GPU if there is one, else the CPU.")] = None,
@@ -294,7 +335,7 @@ def finetune_command(
     """
     with told_in_one_sentence():
         require_libraries()
-        comparisons = compare.parse(compare_with or [])
+        comparisons = compare.parse(compare_with or [], packed or verify_packing)
         require_one_of("--kernel", kernel, tuple(IMPLEMENTATIONS))
         require_one_of("--checkpointing", checkpointing, CHECKPOINTING)
         require_one_of("--attention", attention, ATTENTIONS)
@@ -330,10 +371,42 @@ def finetune_command(
             seed=seed,
             output=output,
         )
-        require_runnable(settings, comparisons)
-        console = Console(width=None if sys.stdout.isatty() else PAGE_WIDTH)
-        summary = run(settings, resume, overwrite, verify_packing, console)
+        require_runnable(settings)
+        if only and (not comparisons or resume or overwrite):
+            raise FinetuneError("--only is for the comparisons that --compare names, without --resume or --overwrite.")
+        console = new_console()
+        if not only:
+            summary = run(settings, resume, overwrite, verify_packing, console)
         if comparisons:
-            run_comparisons(comparisons, settings, summary, console)
+            run_comparisons(comparisons, settings, compare_seconds, console)
         else:
-            draw([summary], settings, console)
+            draw([summary], output, console)
+
+
+def finetune_report_command(
+    folders: Annotated[list[Path], typer.Argument(help="Output folders of runs with the same options.")],
+    output: Annotated[Path | None, typer.Option(help="Also write all runs into this JSON file.")] = None,
+) -> None:
+    """Join the runs and comparisons that several output folders hold: a table of each, and what they show together.
+
+    For comparisons that were made apart (`finetune --only`), or on several GPUs: times are compared within a folder.
+    """
+    with told_in_one_sentence():
+        console = new_console()
+        runs = compare.found(folders)
+        if not runs:
+            raise FinetuneError(f"{', '.join(map(str, folders))} holds no report of a run; name output folders.")
+        compare.require_alike(runs)
+        plain = report.losses_of(runs, PLAIN)
+        for folder in folders:
+            console.print(str(folder), markup=False, highlight=False)
+            console.print(report.comparison_table(compare.found([folder]), plain))
+        if output is not None:
+            report.write({"runs": runs}, output)
+        for line in report.missing_runs(runs):
+            console.print(line, markup=False, highlight=False)
+        conclude(runs, console)
+
+
+def new_console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else PAGE_WIDTH)

@@ -4,50 +4,117 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from .implementations import BASELINES, IMPLEMENTATIONS, explain_missing
-from .report import REPORT_FILE
+from .implementations import IMPLEMENTATIONS, baselines, explain_missing
+from .report import REPORT_FILE, write
 from .settings import FinetuneError, Settings
 
+FOLDER = "compare"  # of the other runs, in the output folder of a run
 LOG_FILE = "log.txt"
+RESULT_FILE = "result.json"
 TAIL = 300  # characters of a failed run's last line
+SECONDS = 900  # a comparison
+GRACE = 10  # seconds between asking a process to end and ending it
 
 
-def parse(wanted: list[str]) -> dict[str, int]:
+def parse(wanted: list[str], packed: bool = False) -> dict[str, int]:
     """{implementation: steps} of the values of --compare: NAME, NAME:STEPS, or all.
 
     Raises:
         FinetuneError: a name or a number that is none.
     """
+    known = baselines(packed)
     chosen: dict[str, int] = {}
     for text in wanted:
         name, colon, steps = text.partition(":")
-        names = BASELINES if name == "all" else (name,)
-        if name not in (*BASELINES, "all") or (colon and not (steps.isdecimal() and int(steps))):
+        names = known if name == "all" else (name,)
+        if name not in (*known, "all") or (colon and not (steps.isdecimal() and int(steps))):
             raise FinetuneError(
-                f"--compare is {text}; it must be all or one of {', '.join(BASELINES)}, with :STEPS or not."
+                f"--compare is {text}; it must be all or one of {', '.join(known)}, with :STEPS or not."
             )
         chosen |= {name: int(steps) if colon else IMPLEMENTATIONS[name].compared_steps for name in names}
     return chosen
 
 
-def compare(name: str, steps: int, settings: Settings, console: Console) -> dict:
-    """The report of a run by another implementation, {"kernel", "missing": reason} if there is none.
+def compare(name: str, steps: int, settings: Settings, seconds: float, console: Console) -> dict:
+    """The report of a run by another implementation, also written to its folder as soon as it ends.
 
-    The learning rate follows the schedule of `settings`, so the steps are those of the run that is compared.
+    The learning rate follows the schedule of `settings`, so the steps are those of the run that is compared. A run that is not
+    possible here is {"kernel", "missing": reason}. One that failed has "failed": reason, and what it had done by then, or
+    "missing" too if that is nothing.
     """
+    other = _settings_of(name, steps, settings)
+    other.output.mkdir(parents=True, exist_ok=True)
+    _forget(other.output)
     reason = explain_missing(name, settings.device)
-    if reason is None:
-        with console.status(f"comparing with {IMPLEMENTATIONS[name].title}, {min(steps, settings.last_step)} steps"):
-            other = _settings_of(name, steps, settings)
-            reason = _run(other)
     if reason is not None:
-        return {"kernel": name, "missing": reason}
-    return json.loads((other.output / REPORT_FILE).read_text(encoding="utf-8"))
+        result = {"kernel": name, "missing": reason}
+    else:
+        with console.status(f"comparing with {IMPLEMENTATIONS[name].title}, {other.stop_after} steps"):
+            reason = _run(other, seconds)
+        result = _result(other.output, reason)
+    write(result, other.output / RESULT_FILE)
+    return result
+
+
+def forget(output: Path) -> None:
+    """Remove the results of earlier comparisons from an output folder whose run begins anew."""
+    for name in IMPLEMENTATIONS:
+        _forget(output / FOLDER / name)
+
+
+def _forget(other: Path) -> None:
+    for file in (REPORT_FILE, RESULT_FILE):
+        (other / file).unlink(missing_ok=True)
+
+
+def found(folders: Sequence[Path]) -> list[dict]:
+    """The results that earlier runs have left in their output folders, folder by folder, this kernel first.
+
+    Also of a comparison that was itself ended: what it had done by then.
+    """
+    runs = []
+    for folder in folders:
+        if (folder / REPORT_FILE).is_file():
+            runs.append(_read(folder / REPORT_FILE))
+        for name in IMPLEMENTATIONS:
+            other = folder / FOLDER / name
+            if (other / RESULT_FILE).is_file():
+                runs.append(_read(other / RESULT_FILE))
+            elif (other / REPORT_FILE).is_file():
+                runs.append(_result(other, "the comparison was ended from outside"))
+    return runs
+
+
+def require_alike(runs: Sequence[dict]) -> None:
+    """Raise FinetuneError if the runs are not those of one model on the same rows by the same schedule."""
+    first, *others = [run for run in runs if "compared" in run] or [{}]
+    for other in others:
+        for name, value in first["compared"].items():
+            if other["compared"].get(name) != value:
+                raise FinetuneError(
+                    f"{name.replace('_', '-')} is {value} in the run of {first['kernel']} and {other['compared'].get(name)} "
+                    f"in that of {other['kernel']}; compare runs that have the same options."
+                )
+
+
+def _read(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _result(output: Path, reason: str | None) -> dict:
+    """What a process has left of its run, and why that is not all."""
+    report = output / REPORT_FILE
+    if report.is_file():
+        result = _read(report)
+        return result if reason is None else {**result, "failed": reason}
+    reason = reason or "it wrote no report"
+    return {"kernel": output.name, "missing": reason, "failed": reason}
 
 
 def _settings_of(name: str, steps: int, settings: Settings) -> Settings:
@@ -59,7 +126,7 @@ def _settings_of(name: str, steps: int, settings: Settings) -> Settings:
         evaluate=False,
         save_every=0,
         save_model=False,
-        output=settings.output / "compare" / name,
+        output=settings.output / FOLDER / name,
     )
 
 
@@ -77,17 +144,29 @@ def command_of(settings: Settings) -> list[str]:
     return [*command, "--overwrite", *([] if settings.data is None else ["--", settings.data])]
 
 
-def _run(settings: Settings) -> str | None:
-    """Run it; None, or why there is no report."""
-    settings.output.mkdir(parents=True, exist_ok=True)
+def _run(settings: Settings, seconds: float) -> str | None:
+    """Run it; None, or why it did not come to its end."""
     log = settings.output / LOG_FILE
     with log.open("w", encoding="utf-8") as file:
-        done = subprocess.run(
-            command_of(settings), env=_environment(), stdout=file, stderr=subprocess.STDOUT, check=False
-        )
-    if done.returncode == 0:
-        return None
-    return f"failed: {_last_line(log)}"
+        process = subprocess.Popen(command_of(settings), env=_environment(), stdout=file, stderr=subprocess.STDOUT)
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return f"not done within {seconds:.0f} s"
+    finally:
+        _end(process)
+    return None if code == 0 else _last_line(log)
+
+
+def _end(process: subprocess.Popen) -> None:
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _environment() -> dict[str, str]:
@@ -98,4 +177,4 @@ def _environment() -> dict[str, str]:
 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return (lines or ["it said nothing"])[-1].removeprefix("error: ")[-TAIL:]
+    return (lines or ["it said nothing"])[-1].removeprefix("error: ").rstrip(".")[-TAIL:]

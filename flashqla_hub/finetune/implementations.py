@@ -6,6 +6,7 @@ transformers is imported.
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -16,6 +17,7 @@ PLAIN = "plain"
 ROUNDING = "plain-eager"
 FLA = "fla"
 FLA_FLASH_QLA = "fla+flashqla"
+ONE_BY_ONE = "one-by-one"
 
 # What transformers calls instead of its own code if it is installed.
 ACCELERATING = ("fla", "causal_conv1d")
@@ -31,6 +33,8 @@ class Implementation:
         hides: Modules that transformers must not find.
         environment: Variables that must be set before anything is imported.
         attention: Attention implementation that belongs to it; None for that of the settings.
+        is_ours: Whether this kernel serves it.
+        keeps_apart: Whether it keeps packed documents apart; without that it computes them one after the other.
         compared_steps: Steps of a comparison, unless the user says otherwise.
     """
 
@@ -39,12 +43,14 @@ class Implementation:
     hides: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     attention: str | None = None
+    is_ours: bool = False
+    keeps_apart: bool = False
     compared_steps: int = 50
 
 
 _FLA = ("fla", "flash-linear-attention")
 IMPLEMENTATIONS = {
-    OURS: Implementation("qwen/flashqla"),
+    OURS: Implementation("qwen/flashqla", is_ours=True, keeps_apart=True),
     PLAIN: Implementation("transformers", hides=ACCELERATING, compared_steps=10),
     ROUNDING: Implementation("transformers, eager attention", hides=ACCELERATING, attention="eager", compared_steps=10),
     FLA: Implementation("FLA", (_FLA,), environment=(("FLA_FLASH_QLA", "0"),)),
@@ -53,8 +59,14 @@ IMPLEMENTATIONS = {
         (_FLA, ("flash_qla", "flash-qla")),
         environment=(("FLA_FLASH_QLA", "1"),),
     ),
+    ONE_BY_ONE: Implementation("qwen/flashqla, one document at a time", is_ours=True, compared_steps=10),
 }
 BASELINES = tuple(name for name in IMPLEMENTATIONS if name != OURS)
+
+
+def baselines(packed: bool) -> tuple[str, ...]:
+    """What a run can be compared with; documents one at a time mean something only to one that packs them."""
+    return BASELINES if packed else tuple(name for name in BASELINES if name != ONE_BY_ONE)
 
 
 def explain_missing(name: str, device: str) -> str | None:
@@ -82,10 +94,14 @@ def isolate(name: str) -> None:
             sys.modules[module] = None  # to Python, and so to transformers, a module that is not there
 
 
-def require_called(name: str) -> None:
-    """Raise FinetuneError if a library that the run is named after was never imported."""
-    for module, distribution in IMPLEMENTATIONS[name].needs:
-        if sys.modules.get(module) is None:
+def require_called(name: str, functions: Sequence[str]) -> None:
+    """Raise FinetuneError if the last library that the run is named after has not served a step.
+
+    `functions` are those that ran in one, if one was watched; otherwise the library must at least have been imported.
+    """
+    for module, distribution in IMPLEMENTATIONS[name].needs[-1:]:
+        called = [function for function in functions if function.startswith(f"{module}.")]
+        if not called if functions else sys.modules.get(module) is None:
             raise FinetuneError(
                 f"{distribution} is installed but the layers did not call it, so this is no run of {name}."
             )

@@ -1,6 +1,7 @@
 """The end of a run: figures in a file and on the console, and the losses as a plot."""
 
 import json
+import os
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .implementations import IMPLEMENTATIONS, OURS, PLAIN, ROUNDING
-from .settings import Settings
+from .implementations import IMPLEMENTATIONS, ONE_BY_ONE, OURS, PLAIN, ROUNDING
+from .settings import WARM_UP, Settings
 
 if TYPE_CHECKING:
     from ..reporting import Report
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 REPORT_FILE = "report.json"
 PLOT_FILE = "loss.png"
-WARM_UP = 2  # steps that may compile something, and do not count for the speed
 LIBRARIES = ("transformers", "kernels", "accelerate", "flash-linear-attention", "flash-qla", "triton")
 ALLOWED_LOSS_DIFFERENCE = 1.5  # times that of two runs of transformers which differ in rounding alone
 
@@ -37,6 +37,7 @@ def summarize(settings: Settings, parameters: int, served: Mapping[str, str], me
         "device": device_name(settings.device),
         "versions": versions(),
         "served_by": dict(served),
+        "functions": measured.functions,
         "seq_len": settings.seq_len,
         "tokens_per_step": settings.tokens_per_step,
         "precision": settings.precision,
@@ -49,6 +50,7 @@ def summarize(settings: Settings, parameters: int, served: Mapping[str, str], me
         "peak_mb": measured.peak_bytes / 1e6,
         "held_out": measured.held_out,
         "losses": measured.losses,
+        "compared": settings.compared,
     }
 
 
@@ -82,7 +84,10 @@ def servers(report: "Report") -> dict[str, str]:
 
 
 def write(summary: dict, path: Path) -> None:
-    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    """Replace a file at once, so that a run that is ended leaves the report of the step before."""
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
+    os.replace(beside, path)
 
 
 def show(summary: dict, console: Console) -> None:
@@ -105,19 +110,21 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def comparison_table(runs: Sequence[dict]) -> Table:
-    """A line a run that could be made."""
-    table = Table("implementation", "steps", "step ms", "tokens/s", "peak MB", "loss difference")
-    plain = _losses_of(runs, PLAIN)
+def comparison_table(runs: Sequence[dict], plain: Sequence[float] | None = None) -> Table:
+    """A line a run that made a step; `plain` are the losses to compare with, those of transformers among the runs by default."""
+    header = ("implementation", "steps", "step ms", "/ ours", "tokens/s", "peak MB", "loss difference")
+    table = Table(*header)
+    plain = losses_of(runs, PLAIN) if plain is None else plain
+    ours = next((run["step_ms"] for run in runs if run["kernel"] == OURS and run.get("step_ms")), None)
     for run in runs:
-        title = IMPLEMENTATIONS[run["kernel"]].title
-        if "missing" in run:
+        if not run.get("step_ms"):
             continue
         difference = loss_difference(run["losses"], plain) if plain and run["kernel"] != PLAIN else None
         table.add_row(
-            title,
+            IMPLEMENTATIONS[run["kernel"]].title,
             str(run["steps"]),
             f"{run['step_ms']:.1f}",
+            _number(run["step_ms"] / ours if ours and run["kernel"] != OURS else None, ".2f"),
             f"{run['tokens_per_second']:,.0f}",
             f"{run['peak_mb']:,.0f}",
             _number(difference, ".2e"),
@@ -126,9 +133,15 @@ def comparison_table(runs: Sequence[dict]) -> Table:
 
 
 def missing_runs(runs: Sequence[dict]) -> list[str]:
-    """A sentence a run that could not be made."""
-    missing = [run for run in runs if "missing" in run]
-    return [f"no run of {IMPLEMENTATIONS[run['kernel']].title}: {run['missing'].rstrip('.')}." for run in missing]
+    """A sentence a run that could not be made, or did not come to its end."""
+    sentences = []
+    for run in runs:
+        title, reason = IMPLEMENTATIONS[run["kernel"]].title, run.get("failed", run.get("missing", "")).rstrip(".")
+        if "missing" in run:
+            sentences.append(f"no run of {title}: {'failed: ' if 'failed' in run else ''}{reason}.")
+        elif "failed" in run:
+            sentences.append(f"the run of {title} ended after {run['steps']} steps: {reason}.")
+    return sentences
 
 
 def loss_difference(losses: Sequence[float], others: Sequence[float]) -> float:
@@ -139,7 +152,7 @@ def loss_difference(losses: Sequence[float], others: Sequence[float]) -> float:
 
 def verdict(runs: Sequence[dict]) -> tuple[bool, str] | None:
     """Whether this kernel stays as close to plain transformers as rounding allows, and the sentence; None without a yardstick."""
-    ours, plain, rounding = (_losses_of(runs, name) for name in (OURS, PLAIN, ROUNDING))
+    ours, plain, rounding = (losses_of(runs, name) for name in (OURS, PLAIN, ROUNDING))
     if not ours or not plain or not rounding:
         return None
     steps = min(len(ours), len(plain), len(rounding))
@@ -154,8 +167,21 @@ def verdict(runs: Sequence[dict]) -> tuple[bool, str] | None:
     return passes, sentence
 
 
-def _losses_of(runs: Sequence[dict], name: str) -> list[float]:
-    return next((run["losses"] for run in runs if run["kernel"] == name and "missing" not in run), [])
+def packing_sentence(runs: Sequence[dict]) -> str | None:
+    """How far the loss of packed documents is from that of the same documents one at a time; None if one is missing."""
+    packed, apart = losses_of(runs, OURS), losses_of(runs, ONE_BY_ONE)
+    if not packed or not apart:
+        return None
+    steps = min(len(packed), len(apart))
+    return (
+        f"over {steps} steps the loss of packed documents differs from that of the same documents one at a time by at most "
+        f"{loss_difference(packed, apart):.2e}."
+    )
+
+
+def losses_of(runs: Sequence[dict], name: str) -> list[float]:
+    """The losses of the first run by an implementation that made a step."""
+    return next((run["losses"] for run in runs if run["kernel"] == name and run.get("losses")), [])
 
 
 def plot(runs: Sequence[dict], path: Path) -> bool:
@@ -167,7 +193,9 @@ def plot(runs: Sequence[dict], path: Path) -> bool:
         return False
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="step", ylabel="loss, nats per token", title=runs[0]["model"])
+    axes = figure.add_subplot(
+        xlabel="step", ylabel="loss, nats per token", title=next((run["model"] for run in runs if "model" in run), "")
+    )
     for run in runs:
         if run.get("losses"):
             line = "-" if run["kernel"] == OURS else "--"

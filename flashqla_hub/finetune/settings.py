@@ -14,6 +14,12 @@ ATTENTIONS = ("sdpa", "eager")
 FREE_TO_CHANGE = ("output", "save_every", "stop_after", "evaluate", "save_model")
 
 
+# What may differ between runs that are compared: who computes them, where, and what is written.
+FREE_TO_COMPARE = (*FREE_TO_CHANGE, "kernel", "attention", "device", "source", "trust_remote_code", "column")
+
+WARM_UP = 2  # steps that compile and tune what they call, and count neither for the speed nor for the memory
+
+
 class FinetuneError(PackageError):
     """The run cannot be made, or did not end as it has to; the message is one sentence."""
 
@@ -39,7 +45,7 @@ class Settings:
         stop_after: Optimizer steps after which the run ends, the schedule being that of `steps`; None for its end.
         precision: "bf16", weights and arithmetic; "mixed", float32 weights under bf16 autocast; "fp32".
         checkpointing: Gradient checkpointing: "none", "non-reentrant" or "reentrant".
-        packed: Keep the documents of a row apart; otherwise a row is unbroken text.
+        packed: Keep the documents of a row apart, as one row or one after the other; otherwise a row is unbroken text.
         held_out: Rows that are not trained on.
         evaluate: Whether the loss on them is measured before and after.
         save_every: Optimizer steps between checkpoints; 0 for none.
@@ -82,6 +88,11 @@ class Settings:
     @property
     def file(self) -> Path:
         return self.output / "settings.json"
+
+    @property
+    def compared(self) -> dict:
+        """What two runs must have in common to be compared step by step."""
+        return {name: value for name, value in asdict(self).items() if name not in FREE_TO_COMPARE}
 
     def save(self) -> None:
         self.output.mkdir(parents=True, exist_ok=True)

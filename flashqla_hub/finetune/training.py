@@ -3,6 +3,7 @@
 import json
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from .settings import FinetuneError, Settings
+from ..called import watched
+from .implementations import IMPLEMENTATIONS
+from .settings import WARM_UP, FinetuneError, Settings
 from .text import Rows
 
 STEPS_FILE = "steps.jsonl"
@@ -36,13 +39,16 @@ class Measured:
         losses: Loss of each optimizer step in nats per token, also of those before a resumption.
         seconds: Duration of each optimizer step of this process, from its first forward to the end of the update.
         held_out: Loss on rows that are not trained on, before the first step and after the last; empty if not wanted.
-        peak_bytes: Most memory in use at once: of tensors on a GPU, of the whole process on a CPU.
+        peak_bytes: Most memory in use at once: of tensors on a GPU in the steps behind the warm-up, of the whole process on a
+            CPU.
+        functions: Which functions served the second step, each with its module.
     """
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     held_out: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+    functions: list[str] = field(default_factory=list)
 
 
 def flatten(rows: list[dict]) -> dict[str, Any]:
@@ -51,12 +57,40 @@ def flatten(rows: list[dict]) -> dict[str, Any]:
     return collate([segment for row in rows for segment in row["segments"]])
 
 
-class _Trainer(Trainer):
-    """Trainer that keeps the loss of every forward on its device."""
+def one_by_one(rows: list[dict]) -> dict[str, Any]:
+    """The segments of all rows as [1, tokens] each, and their labels as in `flatten`, so that as many tokens count."""
+    segments = [segment for row in rows for segment in row["segments"] if len(segment["input_ids"]) > 1]
+    documents = [{name: torch.tensor([segment[name]]) for name in ("input_ids", "labels")} for segment in segments]
+    return {"labels": flatten(rows)["labels"], "documents": documents}
 
-    def __init__(self, *args, **kwargs) -> None:
+
+class _Trainer(Trainer):
+    """Trainer that keeps the loss of every forward on its device, and computes documents one by one if it is given them."""
+
+    def __init__(self, *args, measured: Measured, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.forward_losses: list[Tensor] = []
+        self.measured = measured
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None, **kwargs):
+        """Of the documents, their summed loss over all predicted tokens, as it is of a packed row."""
+        documents = inputs.get("documents")
+        if documents is not None and num_items_in_batch is None:
+            num_items_in_batch = (inputs["labels"] != -100).sum()
+
+        def loss_of(document: dict) -> Tensor:
+            return super(_Trainer, self).compute_loss(model, document, False, num_items_in_batch, **kwargs)
+
+        def loss_of_all() -> Tensor:
+            return loss_of(inputs) if documents is None else sum(map(loss_of, documents))
+
+        if (
+            len(self.measured.seconds) == 1 and model.training
+        ):  # the first step compiles, which watching would slow down
+            loss, self.measured.functions = watched(loss_of_all)
+        else:
+            loss = loss_of_all()
+        return (loss, {}) if return_outputs else loss
 
     def training_step(self, *args, **kwargs) -> Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -67,8 +101,10 @@ class _Trainer(Trainer):
 class _Watch(TrainerCallback):
     """A bar on the console, a line per step in the steps file, and the end after `settings.last_step`."""
 
-    def __init__(self, settings: Settings, measured: Measured, console: Console) -> None:
-        self.settings, self.measured = settings, measured
+    def __init__(
+        self, settings: Settings, measured: Measured, console: Console, after_step: Callable[[Measured], None]
+    ) -> None:
+        self.settings, self.measured, self.after_step = settings, measured, after_step
         self.file = settings.output / STEPS_FILE
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"), TimeRemainingColumn())
         self.progress = Progress("training", *columns, console=console)
@@ -88,8 +124,12 @@ class _Watch(TrainerCallback):
         self.trainer.forward_losses.clear()
         self.measured.losses.append(loss)
         self.measured.seconds.append(seconds)
+        self.measured.peak_bytes = _peak_bytes(self.settings.device)
+        if self.settings.device.startswith("cuda") and len(self.measured.seconds) == WARM_UP:
+            torch.cuda.reset_peak_memory_stats()
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": state.global_step, "loss": loss, "seconds": seconds}) + "\n")
+        self.after_step(self.measured)
         self.progress.update(self.task, completed=state.global_step, loss=f"{loss:.3f}")
         if state.global_step >= self.settings.last_step:
             control.should_training_stop = True
@@ -135,22 +175,29 @@ def last_checkpoint(settings: Settings) -> Path | None:
 
 
 def train(
-    model: PreTrainedModel, rows: Rows, held_out: Rows, settings: Settings, resume: Path | None, console: Console
+    model: PreTrainedModel,
+    rows: Rows,
+    held_out: Rows,
+    settings: Settings,
+    resume: Path | None,
+    console: Console,
+    after_step: Callable[[Measured], None] = lambda measured: None,
 ) -> Measured:
-    """Train, from a checkpoint if one is given.
+    """Train, from a checkpoint if one is given; `after_step` gets what is measured so far.
 
     Raises:
         FinetuneError: interrupted, or out of memory; one sentence that says what to do.
     """
     measured = Measured(losses=_losses_up_to(settings, resume))
-    watch = _Watch(settings, measured, console)
+    watch = _Watch(settings, measured, console, after_step)
     trainer = _Trainer(
         model=model,
         args=arguments_of(settings),
         train_dataset=rows,
         eval_dataset=held_out,
-        data_collator=flatten if settings.packed else default_data_collator,
+        data_collator=_collator(settings),
         callbacks=[watch],
+        measured=measured,
     )
     trainer.remove_callback(PrinterCallback)
     watch.trainer = trainer
@@ -169,10 +216,15 @@ def train(
         ) from error
     finally:
         watch.progress.stop()
-    measured.peak_bytes = _peak_bytes(settings.device)
     if settings.evaluate and settings.held_out:
         measured.held_out.append(trainer.evaluate()["eval_loss"])
     return measured
+
+
+def _collator(settings: Settings) -> Callable[[list[dict]], dict[str, Any]]:
+    if not settings.packed:
+        return default_data_collator
+    return flatten if IMPLEMENTATIONS[settings.kernel].keeps_apart else one_by_one
 
 
 def _losses_up_to(settings: Settings, resume: Path | None) -> list[float]:

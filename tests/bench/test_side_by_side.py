@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from flashqla_hub.bench import side_by_side as bench
-from flashqla_hub.bench.called import functions_behind, watched
+from flashqla_hub.called import functions_behind, watched
 from flashqla_hub.bench.record import FIELDS, read
 
 ROWS = ("a:forward", "b:forward", "c:forward")

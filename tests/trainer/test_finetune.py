@@ -131,13 +131,130 @@ def test_comparison_runs_the_same_steps_elsewhere(run, tmp_path, monkeypatch):
     runs = json.loads((tmp_path / "finetune-output" / "comparison.json").read_text())["runs"]
     assert [one["kernel"] for one in runs] == ["flashqla", "plain", "fla"], runs
     assert runs[1]["losses"] == pytest.approx(runs[0]["losses"][:2], rel=1e-5) and runs[1]["served_by"] == {}
+    assert [name.rpartition(".")[2] for name in runs[1]["functions"]] == [
+        "causal_conv1d_fn",
+        "torch_chunk_gated_delta_rule",
+        "forward",
+    ]
+    assert any(name.endswith(".chunk_gated_delta_rule") for name in runs[0]["functions"]), runs[0]["functions"]
 
 
-def test_failed_comparison_is_a_sentence(run, monkeypatch):
-    failing = [sys.executable, "-c", "print('working'); print('error: no such luck.'); raise SystemExit(1)"]
-    monkeypatch.setattr(compare, "command_of", lambda settings: failing)
-    result = run("--compare", "plain", "--no-save-model")
-    assert result.exit_code == 0 and "no run of transformers: failed: no such luck." in result.output
+# Stands in for the process of a comparison: a report of some steps, then an end.
+STAND_IN = """
+import json, sys, time
+from pathlib import Path
+output, ending = Path(sys.argv[1]), sys.argv[2]
+if ending != "at once":
+    report = {"kernel": output.name, "steps": 2, "step_ms": 5.0, "tokens_per_second": 1.0, "peak_mb": 1.0}
+    (output / "report.json").write_text(json.dumps({**report, "losses": [5.0, 4.0]}))
+if ending == "slow":
+    time.sleep(60)
+print("working", "error: no such luck.", sep=chr(10))
+raise SystemExit(ending != "well")
+"""
+
+
+@pytest.fixture
+def ending(tmp_path, monkeypatch):
+    """Let comparisons end as it is said of each."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+
+    def endings(**said):
+        def command_of(settings):
+            return [sys.executable, str(script), str(settings.output), said[settings.kernel]]
+
+        monkeypatch.setattr(compare, "command_of", command_of)
+
+    return endings
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("at once", "no run of transformers: failed: no such luck."),
+        ("badly", "the run of transformers ended after 2 steps: no such luck."),
+        ("slow", "the run of transformers ended after 2 steps: not done within 1 s."),
+    ],
+)
+def test_failed_comparison_is_a_sentence_and_an_error_behind_the_others(run, tmp_path, ending, how, sentence):
+    ending(plain=how, **{"plain-eager": "well"})
+    options = ["--compare-seconds", "1", "--no-save-model", "--no-evaluate"]
+    result = run("--compare", "plain", "--compare", "plain-eager", *options)
+    output = " ".join(result.output.split())
+    assert result.exit_code == 1 and sentence in output
+    if how == "at once":  # two steps that a comparison has made are compared, and those of the stand-in are far off
+        assert "not every comparison came to its end: transformers; see above why." in output
+    runs = json.loads((tmp_path / "finetune-output" / "comparison.json").read_text())["runs"]
+    assert [run["kernel"] for run in runs] == ["flashqla", "plain", "plain-eager"]
+    assert "failed" in runs[1] and "failed" not in runs[2] and runs[2]["steps"] == 2
+    assert ("missing" in runs[1]) == (how == "at once") and runs[1].get("losses", [5.0, 4.0]) == [5.0, 4.0]
+
+
+def test_result_is_there_before_the_next_comparison_begins(run, tmp_path, ending, monkeypatch):
+    ending(plain="well", **{"plain-eager": "well"})
+    seen, compare_one = [], compare.compare
+
+    def noting(name, *given):
+        path = tmp_path / "finetune-output" / "comparison.json"
+        seen.append([run["kernel"] for run in json.loads(path.read_text())["runs"]] if path.exists() else [])
+        return compare_one(name, *given)
+
+    monkeypatch.setattr(compare, "compare", noting)
+    run("--compare", "plain", "--compare", "plain-eager", "--no-save-model", "--no-evaluate")
+    assert seen == [[], ["flashqla", "plain"]]
+
+
+def test_report_of_a_run_is_that_of_its_last_step(run, tmp_path, monkeypatch):
+    """So that a run that is ended from outside leaves what it has done."""
+    path, seen = tmp_path / "finetune-output" / "report.json", []
+    step = training._Trainer.training_step
+
+    def noting(self, *args, **kwargs):
+        seen.append(json.loads(path.read_text())["steps"] if path.exists() else 0)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(training._Trainer, "training_step", noting)
+    assert run("--no-save-model").exit_code == 0 and seen == [0, 1, 2, 3]
+
+
+def test_comparisons_made_apart_are_joined(run, tmp_path):
+    """This kernel's run and one comparison in one folder, another comparison alone in a second one."""
+    assert run("--output", "one", "--compare", "plain:3", "--no-save-model").exit_code == 0
+    alone = run("--output", "two", "--compare", "plain-eager:3", "--only")
+    assert alone.exit_code == 0, alone.output
+    assert not (tmp_path / "two" / "report.json").exists()
+    joined = CliRunner().invoke(
+        build_app("finetune-report"), ["finetune-report", "one", "two", "--output", "all.json"], env={"COLUMNS": "150"}
+    )
+    assert joined.exit_code == 0, joined.output
+    assert "over 3 steps the loss differs from plain transformers by at most" in joined.output
+    assert [run["kernel"] for run in json.loads((tmp_path / "all.json").read_text())["runs"]] == [
+        "flashqla",
+        "plain",
+        "plain-eager",
+    ]
+    assert run("--output", "three", "--seed", "1", "--compare", "plain:3", "--only").exit_code == 0
+    other = CliRunner().invoke(build_app("finetune-report"), ["finetune-report", "one", "three"])
+    assert other.exit_code == 1 and "seed is 0 in the run of flashqla and 1 in that of plain" in other.output
+
+
+def test_packed_rows_are_compared_with_documents_one_at_a_time(run, tmp_path, documents):
+    """By this kernel and by plain transformers, which cannot pack them; unbroken text would give other losses."""
+    options = ["--packed", "--seq-len", "128", "--held-out", "1", "--no-save-model", documents]
+    result = run("--compare", "one-by-one", "--compare", "plain", "--compare", "plain-eager", *options)
+    assert result.exit_code == 0, result.output
+    assert "the loss of packed documents differs from that of the same documents one at a time by at most" in (
+        " ".join(result.output.split())
+    )
+    runs = json.loads((tmp_path / "finetune-output" / "comparison.json").read_text())["runs"]
+    losses = {run["kernel"]: run["losses"] for run in runs}
+    for name in ("one-by-one", "plain", "plain-eager"):
+        assert losses[name] == pytest.approx(losses["flashqla"], rel=1e-5), name
+    log = (tmp_path / "finetune-output" / "compare" / "plain" / "log.txt").read_text()
+    assert "documents one at a time" in log
+    assert run("--output", "unbroken", *options[1:]).exit_code == 0
+    assert losses_in(tmp_path / "unbroken") != pytest.approx(losses["flashqla"], rel=1e-5)
 
 
 def test_comparison_takes_every_option_over(run, monkeypatch):
@@ -179,7 +296,9 @@ REFUSED = {
     "precision": (["--precision", "fp8"], "--precision is fp8; it must be one of bf16,"),
     "attention": (["--attention", "none"], "--attention is none; it must be one of sdpa,"),
     "comparison": (["--compare", "plain:0"], "--compare is plain:0; it must be all or one of plain,"),
-    "packed comparison": (["--packed", "--compare", "plain"], "leave out --packed to compare on unbroken text"),
+    "documents": (["--kernel", "one-by-one"], "--kernel is one-by-one, which is for the documents of packed rows"),
+    "documents compared": (["--compare", "one-by-one"], "--compare is one-by-one; it must be all or one of plain,"),
+    "only": (["--only"], "--only is for the comparisons that --compare names"),
     "stop": (["--stop-after", "9"], "--stop-after is 9 and --steps 4; stop no later than that"),
     "device": (["--device", "cuda:7"], "device cuda:7 cannot be used here"),
     "text": (["nowhere.jsonl"], "data is nowhere.jsonl, which is no"),
@@ -261,7 +380,11 @@ def test_run_of_another_kernel_under_our_name_is_refused(run, tmp_path):
 
 def test_library_that_was_not_called_is_no_run_of_it():
     with pytest.raises(FinetuneError, match="flash-linear-attention is installed but the layers did not call it"):
-        implementations.require_called("fla")
+        implementations.require_called("fla", [])
+    with pytest.raises(FinetuneError, match="flash-qla is installed but the layers did not call it"):
+        implementations.require_called("fla+flashqla", ["fla.ops.gated_delta_rule.chunk.chunk_gated_delta_rule"])
+    implementations.require_called("fla", ["fla.ops.gated_delta_rule.chunk.chunk_gated_delta_rule"])
+    implementations.require_called("plain", ["transformers.models.torch_chunk_gated_delta_rule"])
 
 
 def run_of(kernel: str, *losses: float) -> dict:
