@@ -1,12 +1,24 @@
-"""`python -m flashqla_hub bench-conv`: the short convolution with bias and SiLU, bf16, beside FLA's Triton kernels
-and causal-conv1d.
+"""`python -m flashqla_hub bench-conv`: the short convolution with bias and SiLU, bf16, beside FLA's kernels and causal-conv1d.
 
-All are gated by the same sum over taps in float64, and timed in one process. `ms` is of a CUDA graph whose calls
-read copies of the inputs that together exceed the L2 cache. In a record, `layer` names the channels and the width.
+Each implementation runs in a process of its own, which measures a row when it is told to; a row is written as soon as an
+implementation has done it, or its time is over. All are gated by the same sum over taps in float64. `ms` is of a CUDA graph
+whose calls read copies of the inputs that together exceed the L2 cache. In a record, `layer` names the channels and the width.
+
+`fla` is FLA as it comes, on Triton, and tunes itself once for a number of channels: rows begin with the longest, and what it
+compiles is compiled beforehand, side by side. `fla-gluon` is its other form, which FLA_CONV_GLUON=1 asks for.
 """
 
-from collections.abc import Callable
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import command
+from .layer import PATH, known
 from .record import append
 
 if TYPE_CHECKING:
@@ -22,7 +35,14 @@ if TYPE_CHECKING:
 
 WIDTH = 4
 GATE_TOKENS = 200
+SECONDS, COMPILE_SECONDS = 60, 120
 MAX_ERROR = 4e-3  # twice what rounding to bf16 costs: FLA rounds some sums once more
+OURS = "flashqla"
+IMPLEMENTATIONS = (OURS, "fla", "fla-gluon", "causal-conv1d")
+OPERATIONS = ("conv-forward", "conv-backward")
+COMPILING = ("fla", "fla-gluon")  # at their first call, into a cache on disk
+ENVIRONMENT = {"fla": {"FLA_CONV_GLUON": "0"}, "fla-gluon": {"FLA_CONV_GLUON": "1"}}
+DISTRIBUTIONS = {"fla": "fla-core", "fla-gluon": "fla-core", "causal-conv1d": "causal-conv1d"}
 SHAPES = (
     "8x4096x2048",
     *(f"1x{tokens}x{channels}" for channels in (2048, 6144, 8192, 10240, 12288) for tokens in (1024, 8192, 65536)),
@@ -44,11 +64,22 @@ class Shape:
             raise ValueError(f"shape is {text!r}; it must be BATCHxTOKENSxCHANNELS, for example 8x4096x2048.")
         return cls(*map(int, parts))
 
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.tokens}x{self.channels}"
+
+    def shortened(self) -> "Shape":
+        """The shape on which an implementation is gated."""
+        return Shape(self.batch, min(self.tokens, GATE_TOKENS), self.channels)
+
 
 def bench_convolution_command(
     shapes: Annotated[
-        list[str] | None, typer.Argument(help="BATCHxTOKENSxCHANNELS; those of docs/speed.md if left out.")
+        list[str] | None, typer.Argument(help="BATCHxTOKENSxCHANNELS; those of docs/measurements.md if left out.")
     ] = None,
+    channels: Annotated[list[int] | None, typer.Option(help="Only the shapes with so many channels.")] = None,
+    impl: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(IMPLEMENTATIONS)}; all if left out.")] = None,
+    path: Annotated[list[str] | None, typer.Option(help=PATH)] = None,
+    seconds: Annotated[float, typer.Option(help="Time limit of an implementation on a row.")] = SECONDS,
     source: command.Source = command.ROOT,
     output: command.Output = None,
     commit: command.Commit = None,
@@ -56,22 +87,157 @@ def bench_convolution_command(
     """Time forward and backward of the short convolution beside FLA's and causal-conv1d's; write one JSON line each."""
     console = Console()
     try:
-        parsed = [Shape.parse(text) for text in shapes or SHAPES]
-        common, path = command.begin(commit, output, "-conv")
+        chosen = choose([Shape.parse(text) for text in shapes or SHAPES], channels)
+        names = known("impl", impl, IMPLEMENTATIONS)
+        folders = command.parse_paths(path or (), IMPLEMENTATIONS)
+        common, record_file = command.begin(commit, output, "-conv")
     except ValueError as error:
         console.print(str(error))
         raise typer.Exit(2) from None
-    implementations = {"flashqla": _flashqla(source), "fla": _fla(), "causal-conv1d": _causal_conv1d()}
+    fill_compile_caches(names, chosen, source, folders)
+    workers = [Worker(name, source, folders.get(name, ())) for name in names]
     records = []
-    for name, functions in implementations.items():
-        for shape in parsed:
-            found = [{**common, **record} for record in measure(shape, name, functions)]
-            append(path, found)  # at once, so that what is measured survives what comes next
+    for shape in chosen:
+        for worker in workers:
+            found = [{**common, **record} for record in worker.measure(shape, seconds)]
+            append(record_file, found)  # at once, so that what is measured survives what comes next
             records += found
+    for worker in workers:
+        worker.stop()
     console.print(as_table(sorted(records, key=lambda record: (record["layer"], record["seqs"], record["op"]))))
-    console.print(f"Written to {path}")
-    if any(record.get("skipped") for record in records if record["impl"] == "flashqla"):
+    console.print(f"Written to {record_file}")
+    if any(record.get("skipped") for record in records if record["impl"] == OURS):
         raise typer.Exit(1)
+
+
+def choose(shapes: Iterable[Shape], channels: Sequence[int] | None) -> list[Shape]:
+    """Shapes with one of the numbers of channels, if any are given; of each number the longest first."""
+    shapes = list(shapes)
+    missing = [number for number in channels or () if number not in {shape.channels for shape in shapes}]
+    if missing:
+        raise ValueError(f"--channels is {missing[0]}, and no shape has so many; there are {_numbers(shapes)}.")
+    chosen = [shape for shape in shapes if not channels or shape.channels in channels]
+    return sorted(chosen, key=lambda shape: (shape.channels, -shape.batch * shape.tokens))
+
+
+def _numbers(shapes: Iterable[Shape]) -> str:
+    return ", ".join(map(str, sorted({shape.channels for shape in shapes})))
+
+
+class Worker:
+    """The process of an implementation, started anew when a row took too long or was the end of it."""
+
+    def __init__(self, name: str, source: Path, folders: Sequence[str]) -> None:
+        self.name = name
+        self._source, self._folders = source, folders
+        self._process: subprocess.Popen | None = None
+
+    def measure(self, shape: Shape, seconds: float) -> list[dict]:
+        """Records of a row; the operations that the process did not get to have the reason instead of a time."""
+        if self._process is None:
+            self._start()
+        printed, reason = [], None
+        with contextlib.suppress(BrokenPipeError):  # it may have ended, which the next line shows
+            self._process.stdin.write(f"{shape}\n")
+            self._process.stdin.flush()
+        deadline = time.monotonic() + seconds
+        while reason is None and len(printed) < len(OPERATIONS):
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                reason = f"not done within {seconds:g} s"
+            else:
+                if line is None:
+                    reason = f"the process ended with code {self._process.wait()}"
+                elif line.startswith('{"op"'):
+                    printed.append(json.loads(line))
+        if reason is not None:
+            self.stop()
+        done = {record["op"] for record in printed}
+        left = [{**about(shape, op), "impl": self.name, "skipped": reason} for op in OPERATIONS if op not in done]
+        return printed + left
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._reader.join()
+            self._process = None
+
+    def _start(self) -> None:
+        self._process = start_process(self.name, "measure", self._source, self._folders)
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, args=(self._process, self._lines), daemon=True)
+        self._reader.start()
+
+    @staticmethod
+    def _read(process: subprocess.Popen, lines: "queue.Queue[str | None]") -> None:
+        for line in process.stdout:
+            lines.put(line)
+        lines.put(None)
+
+
+def fill_compile_caches(
+    names: Sequence[str], shapes: Sequence[Shape], source: Path, folders: dict[str, tuple[str, ...]]
+) -> None:
+    """Let a process for each number of channels compile what FLA needs, so that the timed ones find it on disk."""
+    deadline = time.monotonic() + COMPILE_SECONDS
+    started = []
+    for name in names:
+        for number in sorted({shape.channels for shape in shapes}) if name in COMPILING else ():
+            process = start_process(name, "compile", source, folders.get(name, ()), {"FLA_CACHE_RESULTS": "0"})
+            process.stdin.write("".join(f"{shape}\n" for shape in shapes if shape.channels == number))
+            process.stdin.close()
+            started.append(process)
+    for process in started:
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def start_process(
+    name: str, task: str, source: Path, folders: Sequence[str], beside: dict[str, str] | None = None
+) -> subprocess.Popen:
+    """A process of this module, which reads shapes from its input."""
+    environment = {**os.environ, **ENVIRONMENT.get(name, {}), **(beside or {})}
+    environment["PYTHONPATH"] = command.search_path(folders)
+    words = [sys.executable, "-m", "flashqla_hub.bench.convolution", name, task, str(source)]
+    return subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def main(name: str, task: str, source: str) -> None:
+    """Take shapes from standard input, one a line: print records of each, or call each once for what its compiler keeps."""
+    import torch
+
+    from .worker import tune_nothing
+
+    if task == "compile":
+        tune_nothing()
+    functions = _functions(name, Path(source))
+    version = version_of(name)
+    for line in sys.stdin:
+        shape = Shape.parse(line.strip())
+        if task == "compile":
+            if not isinstance(functions, str):
+                for call in functions:
+                    call(*make_inputs(shape, seed=0))
+                    call(*make_inputs(shape.shortened(), seed=0))
+                torch.cuda.synchronize()
+        else:
+            for index in range(len(OPERATIONS)):
+                record = {**measure(shape, name, functions, index), "version": version}
+                print(json.dumps(record), flush=True)
+        torch.cuda.empty_cache()
+
+
+def version_of(name: str) -> str | None:
+    """Version of the distribution that an implementation comes from."""
+    try:
+        return metadata.version(DISTRIBUTIONS[name]) if name in DISTRIBUTIONS else None
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def as_table(records: list[dict]) -> Table:
@@ -85,33 +251,40 @@ def as_table(records: list[dict]) -> Table:
     return table
 
 
-def measure(shape: Shape, name: str, functions: tuple[Callable, Callable] | str) -> list[dict]:
-    """Records of forward and backward of an implementation, which is a pair of functions or the reason for none."""
+def about(shape: Shape, op: str) -> dict:
+    """What a record says of its row: the bytes are those that have to move, tensors of x's shape."""
+    size = 2 * shape.batch * shape.tokens * shape.channels
+    return {
+        "op": op,
+        "seqs": f"{shape.batch}x{shape.tokens}",
+        "layer": f"D{shape.channels} W{WIDTH}",
+        "io_mb": size * (2 + OPERATIONS.index(op)) / 1e6,
+    }
+
+
+def measure(shape: Shape, name: str, functions: tuple[Callable, Callable] | str, index: int) -> dict:
+    """Record of an operation of an implementation, which is a pair of functions or the reason for none."""
     import torch
 
     from . import protocol
 
-    elements = shape.batch * shape.tokens * shape.channels
-    cache_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
-    copies = [make_inputs(shape, seed) for seed in range(protocol.copies_beyond_cache(2 * elements, cache_bytes))]
-    about = {"seqs": f"{shape.batch}x{shape.tokens}", "layer": f"D{shape.channels} W{WIDTH}", "buffers": len(copies)}
-    records = []
-    for index, op in enumerate(("conv-forward", "conv-backward")):
-        record = {"op": op, "impl": name, **about, "io_mb": 2 * elements * (2 + index) / 1e6}
-        records.append(record)
-        if isinstance(functions, str):
-            record["skipped"] = functions
-            continue
-        try:
-            record["error"] = error_of(functions[index], index, shape)
-            if record["error"] > MAX_ERROR:
-                record["skipped"] = f"wrong: relative error {record['error']:.2e}"
-            else:
-                calls = [lambda inputs=inputs, call=functions[index]: call(*inputs) for inputs in copies]
-                record["ms"] = protocol.graph_ms(calls)
-        except Exception as failure:  # a peer's failure on one row is a row with its reason
-            record["skipped"] = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"[:300]
-    return records
+    record = {**about(shape, OPERATIONS[index]), "impl": name}
+    if isinstance(functions, str):
+        return {**record, "skipped": functions}
+    call = functions[index]
+    try:
+        cache_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
+        size = 2 * shape.batch * shape.tokens * shape.channels
+        copies = [make_inputs(shape, seed) for seed in range(protocol.copies_beyond_cache(size, cache_bytes))]
+        record["buffers"] = len(copies)
+        call(*copies[0])  # before the short gate: FLA tunes itself on the first call that it sees
+        record["error"] = error_of(call, index, shape)
+        if record["error"] > MAX_ERROR:
+            return {**record, "skipped": f"wrong: relative error {record['error']:.2e}"}
+        record["ms"] = protocol.graph_ms([lambda inputs=inputs: call(*inputs) for inputs in copies])
+    except Exception as failure:  # a peer's failure on one row is a row with its reason
+        record["skipped"] = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"[:300]
+    return record
 
 
 def make_inputs(shape: Shape, seed: int) -> tuple["torch.Tensor", ...]:
@@ -132,7 +305,7 @@ def error_of(call: Callable, index: int, shape: Shape) -> float:
     import torch
     import torch.nn.functional as F
 
-    inputs = make_inputs(Shape(shape.batch, min(shape.tokens, GATE_TOKENS), shape.channels), seed=1)
+    inputs = make_inputs(shape.shortened(), seed=1)
     x, dy, weight, bias = (tensor.double() for tensor in inputs)
     leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
     padded = F.pad(x, (0, 0, WIDTH - 1, 0))
@@ -140,6 +313,12 @@ def error_of(call: Callable, index: int, shape: Shape) -> float:
     truth = torch.autograd.grad(y, leaves, dy) if index else [y.detach()]
     found = call(*inputs)
     return max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, truth, strict=True))
+
+
+def _functions(name: str, source: Path) -> tuple[Callable, Callable] | str:
+    if name == OURS:
+        return _flashqla(source)
+    return _causal_conv1d() if name == "causal-conv1d" else _fla()
 
 
 def _flashqla(source: Path) -> tuple[Callable, Callable] | str:
@@ -194,3 +373,7 @@ def _causal_conv1d() -> tuple[Callable, Callable] | str:
         return dx.transpose(1, 2), dweight, dbias
 
     return forward, backward
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

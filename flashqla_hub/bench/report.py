@@ -15,7 +15,7 @@ from .rows import OPS
 OURS = "flashqla"
 LABELS = {OURS: "this kernel", "flash-qla": "FlashQLA", "flashinfer": "FlashInfer", "fla": "FLA"}
 # Of single parts of a layer.
-PART_LABELS = {OURS: "this kernel", "fla": "FLA", "causal-conv1d": "causal-conv1d"}
+PART_LABELS = {OURS: "this kernel", "fla": "FLA", "fla-gluon": "FLA, Gluon", "causal-conv1d": "causal-conv1d"}
 # Of whole layers in transformers: as it comes with FLA installed, and with FLA's convolution, norm and gates put in.
 LAYER_LABELS = {
     OURS: "this kernel",
