@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from . import command
-from .layer import PATH, known
 from .record import append
+from .side_by_side import PATH, known
 
 if TYPE_CHECKING:
     import torch
