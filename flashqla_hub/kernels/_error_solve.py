@@ -8,7 +8,7 @@ beta, which may be zero. The tiles, and who makes which part of them, are those 
 import tilelang.language as T
 
 from ._sm90 import LEAF, SOLVE_BLOCK, WARP
-from ._solve import HALF, VECTOR, load_leaves, load_left, load_right, multiply, multiply_half
+from ._solve import HALF, VECTOR, load_leaf_operands, load_left, load_right, multiply, multiply_half, store_leaf
 
 
 @T.macro
@@ -35,19 +35,11 @@ def invert_leaf(leaves, beta, buffer, side, X, first, part, lane):
 
 @T.macro
 def join_leaves(K, X, beta, buffer, side, first, token, lane):
-    """X21 of two pairs of 8-blocks, those of the 16-blocks from `token` and from `token` + 16 on, by one warp.
-
-    Only the lower rows of the mma's A and the upper rows of its B are used; the rest is zero.
-    """
+    """X21 of two pairs of 8-blocks, those of the 16-blocks from `token` and from `token` + 16 on, by one warp."""
     lower, upper, below = (T.alloc_local((4,), "float16") for _ in range(3))
     left, right = T.alloc_local((8,), "float16"), T.alloc_local((8,), "float16")
     factors, product = T.alloc_local((2,), "float32"), T.alloc_local((8,), "float32")
-    load_leaves(False, X, token + LEAF, first + token + LEAF, SOLVE_BLOCK, lane, lower)
-    load_leaves(True, X, token, first + token, SOLVE_BLOCK, lane, upper)
-    load_leaves(True, K, token + LEAF, token, SOLVE_BLOCK, lane, below)
-    for e in T.unroll(8):
-        left[e] = T.cast(0, "float16")
-        right[e] = T.cast(0, "float16")
+    load_leaf_operands(K, X, first, token, lane, lower, upper, below, left, right)
     for block in T.unroll(2):
         at = token + block * SOLVE_BLOCK
         for e in T.vectorized(2):
@@ -61,8 +53,7 @@ def join_leaves(K, X, beta, buffer, side, first, token, lane):
         for e in T.unroll(2):
             left[2 + e] = T.cast(product[2 + e] * factors[e], "float16")
         multiply_half(left, right, 4, product, 4)
-        for e in T.vectorized(2):
-            X[at + LEAF + lane // 4, first + at + (lane % 4) * 2 + e] = T.cast(-product[6 + e], "float16")
+        store_leaf(product, X, at + LEAF, first + at, lane)
 
 
 @T.macro

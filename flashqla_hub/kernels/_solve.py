@@ -122,20 +122,33 @@ def as_left(accumulator, out):
 
 
 @T.macro
-def join_leaves(K, X, strength, buffer, side, first, token, lane):
-    """X21 of two pairs of 8-blocks, those of the 16-blocks from `token` and from `token` + 16 on, by one warp.
+def load_leaf_operands(K, X, first, token, lane, lower, upper, below, left, right):
+    """X22, X11 and K21 of the pairs of 8-blocks of `join_leaves`, and zeros for the operands of its mma.
 
     Only the lower rows of the mma's A and the upper rows of its B are used; the rest is zero.
     """
-    lower, upper, below = (T.alloc_local((4,), "float16") for _ in range(3))
-    left, right = T.alloc_local((8,), "float16"), T.alloc_local((8,), "float16")
-    factors, product = T.alloc_local((2,), "float16"), T.alloc_local((8,), "float32")
     load_leaves(False, X, token + LEAF, first + token + LEAF, SOLVE_BLOCK, lane, lower)
     load_leaves(True, X, token, first + token, SOLVE_BLOCK, lane, upper)
     load_leaves(True, K, token + LEAF, token, SOLVE_BLOCK, lane, below)
     for e in T.unroll(8):
         left[e] = T.cast(0, "float16")
         right[e] = T.cast(0, "float16")
+
+
+@T.macro
+def store_leaf(product, X, row, column, lane):
+    """-product to the 8 x 8 block of X at (row, column)."""
+    for e in T.vectorized(2):
+        X[row + lane // 4, column + (lane % 4) * 2 + e] = T.cast(-product[6 + e], "float16")
+
+
+@T.macro
+def join_leaves(K, X, strength, buffer, side, first, token, lane):
+    """X21 of two pairs of 8-blocks, those of the 16-blocks from `token` and from `token` + 16 on, by one warp."""
+    lower, upper, below = (T.alloc_local((4,), "float16") for _ in range(3))
+    left, right = T.alloc_local((8,), "float16"), T.alloc_local((8,), "float16")
+    factors, product = T.alloc_local((2,), "float16"), T.alloc_local((8,), "float32")
+    load_leaf_operands(K, X, first, token, lane, lower, upper, below, left, right)
     T.clear(product)
     for block in T.unroll(2):
         for e in T.vectorized(2):
@@ -151,10 +164,7 @@ def join_leaves(K, X, strength, buffer, side, first, token, lane):
         for e in T.unroll(2):
             left[2 + e] = T.cast(product[2 + e], "float16")
         multiply_half(left, right, 4, product, 4)
-        for e in T.vectorized(2):
-            X[
-                token + block * SOLVE_BLOCK + LEAF + lane // 4, first + token + block * SOLVE_BLOCK + (lane % 4) * 2 + e
-            ] = T.cast(-product[6 + e], "float16")
+        store_leaf(product, X, token + block * SOLVE_BLOCK + LEAF, first + token + block * SOLVE_BLOCK, lane)
 
 
 @T.macro
