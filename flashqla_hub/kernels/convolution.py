@@ -216,50 +216,28 @@ def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
                     width == taps and (changes >> 1 & ((1 << (turn + taps - 2)) - 1)) == 0 and nones == 0
                 )
                 is_normed = norms_heads and vector < normed_vectors
+                whole = (
+                    taps,
+                    size,
+                    turn,
+                    out,
+                    z,
+                    ring,
+                    raw,
+                    weight,
+                    bias_local,
+                    changes,
+                    nones,
+                    width,
+                    silu,
+                    y,
+                    y_at,
+                    vectors,
+                )
                 if is_plain:
-                    convolve_tile(
-                        taps,
-                        size,
-                        turn,
-                        out,
-                        z,
-                        ring,
-                        raw,
-                        weight,
-                        bias_local,
-                        changes,
-                        nones,
-                        width,
-                        silu,
-                        y,
-                        y_at,
-                        vectors,
-                        stop - first,
-                        False,
-                        is_normed,
-                    )
+                    convolve_tile(*whole, stop - first, False, is_normed)
                 else:
-                    convolve_tile(
-                        taps,
-                        size,
-                        turn,
-                        out,
-                        z,
-                        ring,
-                        raw,
-                        weight,
-                        bias_local,
-                        changes,
-                        nones,
-                        width,
-                        silu,
-                        y,
-                        y_at,
-                        vectors,
-                        stop - first,
-                        True,
-                        is_normed,
-                    )
+                    convolve_tile(*whole, stop - first, True, is_normed)
                 if writes_final != 0 and stop == tokens:
                     write_final(
                         size,

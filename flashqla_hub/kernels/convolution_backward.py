@@ -254,6 +254,8 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
                     dweight[i] = 0.0
                 for e in T.unroll(size):
                     dbias[e] = 0.0
+                held = (z, dz, ring, dring, raw, raw_dy, weight, bias_local, dweight, dbias, marks, origin)
+                kept = (tokens - width + 1, width, has_dfinal)
                 for part in T.unroll(T.truncdiv(stop - first + turn - 1, turn), unroll_factor=1):
                     token = first + part * turn
                     for i in T.unroll(turn):
@@ -270,67 +272,12 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
                     is_plain = not is_general or (width == taps and marks == 0 and token - origin >= taps - 1)
                     for i in T.unroll(turn):
                         if is_plain:
-                            take_token(
-                                taps,
-                                size,
-                                turn,
-                                i,
-                                z,
-                                dz,
-                                ring,
-                                dring,
-                                raw,
-                                raw_dy,
-                                weight,
-                                bias_local,
-                                dweight,
-                                dbias,
-                                marks,
-                                origin,
-                                token + i,
-                                width,
-                                silu,
-                                False,
-                                True,
-                            )
+                            take_token(taps, size, turn, i, *held, token + i, width, silu, False, True)
                         else:
-                            take_token(
-                                taps,
-                                size,
-                                turn,
-                                i,
-                                z,
-                                dz,
-                                ring,
-                                dring,
-                                raw,
-                                raw_dy,
-                                weight,
-                                bias_local,
-                                dweight,
-                                dbias,
-                                marks,
-                                origin,
-                                token + i,
-                                width,
-                                silu,
-                                True,
-                                True,
-                            )
+                            take_token(taps, size, turn, i, *held, token + i, width, silu, True, True)
                         u = token + i - (taps - 1)
                         if has_states:
-                            add_dfinal(
-                                size,
-                                dring,
-                                (i + 1) % taps,
-                                dfinal,
-                                state_at,
-                                u,
-                                tokens - width + 1,
-                                width,
-                                has_dfinal,
-                                silu,
-                            )
+                            add_dfinal(size, dring, (i + 1) % taps, dfinal, state_at, u, *kept, silu)
                         write_vector(size, out, dring, (i + 1) % taps, dx, dx_at, u >= first and u < stop)
                         if has_states:
                             write_dinitial(size, out, dinitial, state_at, u, first, width, has_initial)
@@ -345,43 +292,10 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
                     mark_tokens(turn, marks, previous, sequence, entry_at + token, end - token)
                 silence(size, turn, raw_dy, token, tokens)
                 for i in T.unroll(taps - 1):
-                    take_token(
-                        taps,
-                        size,
-                        turn,
-                        i,
-                        z,
-                        dz,
-                        ring,
-                        dring,
-                        raw,
-                        raw_dy,
-                        weight,
-                        bias_local,
-                        dweight,
-                        dbias,
-                        marks,
-                        origin,
-                        token + i,
-                        width,
-                        silu,
-                        is_general,
-                        False,
-                    )
+                    take_token(taps, size, turn, i, *held, token + i, width, silu, is_general, False)
                     u = token + i - (taps - 1)
                     if has_states:
-                        add_dfinal(
-                            size,
-                            dring,
-                            (i + 1) % taps,
-                            dfinal,
-                            state_at,
-                            u,
-                            tokens - width + 1,
-                            width,
-                            has_dfinal,
-                            silu,
-                        )
+                        add_dfinal(size, dring, (i + 1) % taps, dfinal, state_at, u, *kept, silu)
                     write_vector(size, out, dring, (i + 1) % taps, dx, dx_at, u >= first and u < stop)
                     if has_states:
                         write_dinitial(size, out, dinitial, state_at, u, first, width, has_initial)
