@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from flashqla_hub.bench import side_by_side as bench
-from flashqla_hub.called import functions_behind, watched
 from flashqla_hub.bench.record import FIELDS, read
+from flashqla_hub.called import functions_behind, watched
 
 ROWS = ("a:forward", "b:forward", "c:forward")
 

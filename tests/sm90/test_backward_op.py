@@ -18,12 +18,13 @@ from .chunk_form import chunk_form_gradients, differentiated_chunk_form
 from .shipped_library import find_library, load_ops
 from .test_forward_op import (
     DIM,
+    DTYPE_NAMES,
     DTYPES,
-    GATES,
     SPLIT_GATES,
     SPLIT_LENGTHS,
     Call,
     Case,
+    cases_of_both_dtypes,
     chunk_truth,
     make_call,
     relative,
@@ -114,14 +115,8 @@ def judge(case, call, grads, results):
         assert error <= LIMITS[name], f"{name}: {error:.2e}"
 
 
-def cases_of_both_dtypes():
-    for dtype in DTYPES:
-        name = "bf16" if dtype == torch.bfloat16 else "fp16"
-        for tokens in (0, 1, 2, 17, 63, 64, 65, 127, 128, 129, 200):
-            yield Case(f"{name}-B2-T{tokens}", tokens=tokens, batch=2, dtype=dtype, l2norm=True, gates="mild")
-        for gates in GATES:
-            yield Case(f"{name}-{gates}", tokens=333, heads=(2, 8), gates=gates, dtype=dtype)
-            yield Case(f"{name}-{gates}-l2norm-VK", heads=(1, 4), gates=gates, dtype=dtype, l2norm=True, v_first=True)
+def long_cases_of_both_dtypes():
+    for name, dtype in DTYPE_NAMES.items():
         yield Case(f"{name}-T1000", tokens=1000, batch=2, gates="mild", dtype=dtype)
         yield Case(f"{name}-clustered-keys-no-gate", tokens=1000, gates="none", clusters=0.7, dtype=dtype)
         yield Case(f"{name}-close-keys", tokens=1000, gates="mild", clusters=0.95, l2norm=True, dtype=dtype)
@@ -130,6 +125,7 @@ def cases_of_both_dtypes():
 
 CASES = [
     *cases_of_both_dtypes(),
+    *long_cases_of_both_dtypes(),
     *(
         Case(f"H{h}-HV{hv}", tokens=150, heads=(h, hv), l2norm=True)
         for h, hv in ((1, 1), (3, 3), (2, 6), (1, 16), (5, 10))

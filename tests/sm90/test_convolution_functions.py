@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from .measures import relative
+
 HAS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not HAS_SM90, reason="there is no SM90 GPU")]
@@ -36,10 +38,6 @@ def gradients(function, x, weight, bias):
     leaves = [tensor.detach().requires_grad_() for tensor in (x, weight, bias)]
     y = function(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, torch.full_like(y, 0.25))]
-
-
-def relative(actual, expected):
-    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def naive(x, weight, bias):

@@ -12,6 +12,8 @@ import torch
 
 from flashqla_hub.reference import gated_delta_rule
 
+from .measures import kernels_of, relative
+
 HAS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not HAS_SM90, reason="there is no SM90 GPU")]
@@ -131,10 +133,6 @@ def recurrence(case, call, dtype):
     return [torch.cat([o for o, _ in found]), torch.stack([state for _, state in found])]
 
 
-def relative(actual, truth):
-    return ((actual.double() - truth).norm() / truth.norm()).item() if truth.numel() else 0.0
-
-
 def judge(case, call, o, state):
     truth_o, truth_state = recurrence(case, call, torch.float64)
     _, single_state = recurrence(case, call, torch.float32)
@@ -246,11 +244,9 @@ def test_decode_repeats_bit_for_bit(kernel):
 
 def test_one_launch_for_a_step(kernel):
     call = make_call(Case("launches", batch=8, heads=(16, 32)))
-    run(kernel, call)
-    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        kernel.fused_recurrent_gated_delta_rule(*call.inputs, initial_state=call.initial, **call.options)
-        torch.cuda.synchronize()
-    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    step = kernel.fused_recurrent_gated_delta_rule
+    with torch.no_grad():
+        kernels = kernels_of(lambda: step(*call.inputs, initial_state=call.initial, **call.options))
     assert len(kernels) == 1, kernels
 
 

@@ -25,7 +25,8 @@ pytestmark = [
 
 DIM, LIMIT, FACTOR = 128, 6e-3, 1.2
 SCALE = DIM**-0.5
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPE_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = tuple(DTYPE_NAMES.values())
 
 
 def constant(value):
@@ -175,8 +176,7 @@ def judge(case, call, o, state):
 
 
 def cases_of_both_dtypes():
-    for dtype in DTYPES:
-        name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    for name, dtype in DTYPE_NAMES.items():
         for tokens in (0, 1, 2, 17, 63, 64, 65, 127, 128, 129, 200):
             yield Case(f"{name}-B2-T{tokens}", tokens=tokens, batch=2, dtype=dtype, l2norm=True, gates="mild")
         for gates in GATES:

@@ -6,6 +6,8 @@ An error may be 1.2 times that of the PyTorch path, which rounds where transform
 import pytest
 import torch
 
+from .measures import relative
+
 HAS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not HAS_SM90, reason="there is no SM90 GPU")]
@@ -40,10 +42,6 @@ def differentiate(function, x, g, weight, dy, activation):
     inputs = [tensor.detach().requires_grad_() for tensor in (x, g, weight)]
     y = function(*inputs, None, activation, EPS)
     return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
-
-
-def relative(actual, truth):
-    return ((actual.double() - truth).norm() / truth.norm()).item()
 
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+
+from .measures import kernels_of
 
 HAS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not HAS_SM90, reason="there is no SM90 GPU")]
@@ -14,15 +15,6 @@ UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative error of o
 def make(dtype, width, sizes):
     modules = [nn.Linear(width, size, bias=False, device="cuda", dtype=dtype) for size in sizes]
     return modules, lambda *shape: torch.randn(*shape, width, device="cuda", dtype=dtype)
-
-
-def launches_of(call) -> int:
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        call()
-        torch.cuda.synchronize()
-    return sum(event.count for event in recorded.key_averages() if event.device_type.name == "CUDA")
 
 
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
@@ -45,7 +37,7 @@ def test_few_tokens_take_one_launch_and_repeat_their_bits(part):
     modules, draw = make(torch.bfloat16, 2048, (8192, 4096, 32, 32))
     x, project = draw(4, 1), part("projections").project
     with torch.no_grad():
-        assert launches_of(lambda: project(x, modules)) == 1
+        assert len(kernels_of(lambda: project(x, modules))) == 1
         first = [y.clone() for y in project(x, modules)]
         for _ in range(20):
             assert all(torch.equal(y, z) for y, z in zip(first, project(x, modules), strict=True))
@@ -57,7 +49,7 @@ def test_few_tokens_compile_to_one_graph_with_that_launch(part):
     compiled = torch.compile(project, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert all(torch.equal(y, z) for y, z in zip(compiled(x, modules), project(x, modules), strict=True))
-        assert launches_of(lambda: compiled(x, modules)) == 1
+        assert len(kernels_of(lambda: compiled(x, modules))) == 1
 
 
 def test_a_token_does_not_depend_on_the_others(part):
