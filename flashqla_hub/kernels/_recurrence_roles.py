@@ -8,6 +8,7 @@ from ._sm90 import (
     END_FINAL,
     END_STATE,
     END_TRANSITION,
+    HALF_CHUNK,
     HEAD_DIM,
     ITEM_CHUNKS,
     ITEM_FIRST_SLOT,
@@ -66,9 +67,24 @@ def announce(thread, ready, row, part, sign):
 
 @T.macro
 def store_state(
-    thread, dtype, r, end, matrix, row, sign, final, states, transitions, reach, ready, value_stride, key_stride
+    thread,
+    dtype,
+    r,
+    end,
+    matrix,
+    row,
+    value_heads,
+    sign,
+    final,
+    states,
+    transitions,
+    reach,
+    ready,
+    value_stride,
+    key_stride,
 ):
     """The last state: of the sequence, of its segment, or of the segment's transition, in two parts of 16 bits."""
+    before = row - value_heads  # where transitions lie
     if end == END_FINAL:
         for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
             final[matrix, a * value_stride + c * key_stride] = r.S[a, c]
@@ -78,14 +94,16 @@ def store_state(
         announce(thread, ready, row, 0, sign)
     if end == END_TRANSITION:
         for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
-            transitions[row, a, c] = T.cast(r.S[a, c], dtype)
+            transitions[before, a, c] = T.cast(r.S[a, c], dtype)
         for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
-            transitions[row, HEAD_DIM + a, c] = T.cast(r.S[a, c] - T.cast(T.cast(r.S[a, c], dtype), "float32"), dtype)
+            transitions[before, HEAD_DIM + a, c] = T.cast(
+                r.S[a, c] - T.cast(T.cast(r.S[a, c], dtype), "float32"), dtype
+            )
         for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
             r.S[a, c] *= r.S[a, c]
         T.reduce_sum(r.S, r.squares, dim=1)
         for a in T.Parallel(HEAD_DIM):
-            reach[row, a] = r.squares[a]
+            reach[before, a] = r.squares[a]
         announce(thread, ready, row, 1, sign)
 
 
@@ -144,6 +162,13 @@ def scale_outputs(t, r, slot):
 
 
 @T.macro
+def subtract_read(t, r, slot, first, Z):
+    """Half of Z: V without what the state holds for the keys, from token `first` of the chunk on."""
+    for a, c in T.Parallel(HEAD_DIM, HALF_CHUNK):
+        Z[a, c] = r.v[first + c, a] - r.W[a, first + c] * t.row_scale[slot, READ, first + c]
+
+
+@T.macro
 def write_state(half, thread, t, b, r, i):
     """W, Z and N of a chunk; leaves the state product in flight, in this warpgroup's turn."""
     stage, slot = i % STAGES, i % SLOTS
@@ -157,10 +182,11 @@ def write_state(half, thread, t, b, r, i):
     else:
         T.copy(t.v[1], r.v)
     T.wait_wgmma(0)
-    for a, c in T.Parallel(HEAD_DIM, CHUNK):
-        r.Z[a, c] = r.v[c, a] - r.W[a, c] * t.row_scale[slot, READ, c]
+    subtract_read(t, r, slot, 0, r.Z[0])
+    subtract_read(t, r, slot, HALF_CHUNK, r.Z[1])
     arrive(b.values_free, slot, thread)
-    T.wgmma_gemm(r.Z, t.operand[slot, :, :], r.W, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    T.wgmma_gemm(r.Z[0], t.operand[slot, CHUNK:, :], r.W, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    T.wgmma_gemm(r.Z[1], t.operand[slot, :CHUNK, :], r.W, transpose_B=True, policy=BY_ROWS)
     for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
         r.S[a, c] *= t.chunk_decay[slot]
     T.wait_wgmma(0)
@@ -359,7 +385,7 @@ def bring_links(thread, dtype, t, b, item, value_heads, transitions):
     column = (thread - STATE_THREADS) % LANES_PER_ROW * EIGHT
     packed = T.alloc_local((LINK_ACCESSES, EIGHT), dtype)
     for i in T.serial(item[ITEM_LINKS]):
-        segment = item[ITEM_OWN] - (item[ITEM_LINKS] - i) * value_heads
+        segment = item[ITEM_OWN] - (item[ITEM_LINKS] - i + 1) * value_heads
         wait(b.link_free, 0, (i + 1) % 2)
         for part in T.serial(2 * HEAD_DIM // (LINK_ACCESSES * EIGHT)):
             for turn in T.unroll(LINK_ACCESSES):
@@ -376,12 +402,17 @@ def bring_links(thread, dtype, t, b, item, value_heads, transitions):
 
 @T.macro
 def form_scores(thread, dtype, t, b, r, item, scale, use_l2norm):
-    """Replayed chunks have no outputs and are whole; the others have both a mask and perhaps an end."""
-    if item[ITEM_START] == START_IDENTITY:  # a transition has no values, and the loader brings none
+    """Replayed chunks have no outputs and are whole; the others have both a mask and perhaps an end.
+
+    Before them it makes the zeros that nobody loads: values of a transition, and the upper right quarter of the operand.
+    """
+    if item[ITEM_START] == START_IDENTITY:
         for a, c in T.Parallel(CHUNK, HEAD_DIM):
             t.v[0][a, c] = T.cast(0, dtype)
             t.v[1][a, c] = T.cast(0, dtype)
-        T.fence_proxy_async()
+    for slot, a, c in T.Parallel(SLOTS, HALF_CHUNK, HALF_CHUNK):
+        t.operand[slot, a, c] = T.cast(0, dtype)
+    T.fence_proxy_async()
     for i in T.serial(item[ITEM_SILENT]):
         prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, False)
     for more in T.serial(item[ITEM_CHUNKS] - item[ITEM_SILENT]):
@@ -417,7 +448,7 @@ def load_values(thread, t, b, item, v, operand):
             else:
                 T.tma_copy(v[token : token + CHUNK, head, :], t.v[1], barrier=b.values_ready[1])
         wait(b.scores_free, slot, phase_before(i, SLOTS))
-        T.tma_copy(operand[chunk, head, :, :], t.operand[slot, :, :], barrier=b.values_ready[slot])
+        T.tma_copy(operand[chunk, head, :, :], t.operand[slot, HALF_CHUNK:, :], barrier=b.values_ready[slot])
         arrive(b.values_ready, slot, thread)
 
 

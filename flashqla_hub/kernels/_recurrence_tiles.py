@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from ._sm90 import CHUNK, HEAD_DIM, ITEM_WORDS, RECURRENCE
+from ._sm90 import CHUNK, HALF_CHUNK, HEAD_DIM, ITEM_WORDS, RECURRENCE
 from ._tile import Group
 from .protocol import Barriers as BarrierSlots
 from .protocol import Protocol, arrive, done, read, wait, write
@@ -26,7 +26,8 @@ class Tiles(Group):
         # A slot is a buffer of its own: a row offset into one buffer is lost when it is read with ldmatrix.trans.
         self.v = [T.alloc_shared((CHUNK, HEAD_DIM), dtype) for _ in range(SLOTS)]
         self.o = [T.alloc_shared((CHUNK, HEAD_DIM), dtype) for _ in range(SLOTS)]
-        self.operand = T.alloc_shared((SLOTS, CHUNK, CHUNK), dtype)
+        # Columns 32 to 63 above columns 0 to 31. The first 32 rows are the upper right quarter: zeros, which stay.
+        self.operand = T.alloc_shared((SLOTS, 2 * CHUNK, HALF_CHUNK), dtype)
         self.scores = T.alloc_shared((SLOTS, CHUNK, CHUNK), dtype)
         self.row_scale = T.alloc_shared((SLOTS, 2, CHUNK), "float32")
         self.chunk_decay = T.alloc_shared((SLOTS,), "float32")  # to the reference, and from there to the chunk's end
@@ -56,7 +57,7 @@ class StateRegisters(Group):
         self.S = T.alloc_fragment((HEAD_DIM, HEAD_DIM), "float32")
         self.S_in = T.alloc_fragment((HEAD_DIM, HEAD_DIM), dtype)
         self.W = T.alloc_fragment((HEAD_DIM, CHUNK), "float32")
-        self.Z = T.alloc_fragment((HEAD_DIM, CHUNK), dtype)
+        self.Z = [T.alloc_fragment((HEAD_DIM, HALF_CHUNK), dtype) for _ in range(2)]
         self.N = T.alloc_fragment((HEAD_DIM, CHUNK), dtype)
         self.O = T.alloc_fragment((HEAD_DIM, CHUNK), "float32")
         self.v = T.alloc_fragment((CHUNK, HEAD_DIM), dtype)

@@ -3,6 +3,10 @@
 Chunks, and segments of `step` tokens, live in slots: first_slot(n) = cu_seqlens[n] // step + n. The function increases with
 n, so that the sequence of a slot is found by a search, and no list has to be made beforehand.
 
+The state behind a segment is of use if its sequence goes on, at place cu_seqlens[n] // step + index. Then there are step
+tokens behind the segment's first and at least one more, so a sequence's places end before those of the next one begin. The
+transition of a sequence's first segment is of no use, and every transition lies a place before the state of its segment.
+
 A segment after the first starts from a state that other blocks compute. What it needs of the past is bounded by the decay:
 
     |product of the transitions of some chunks|_2 <= 2^(sum of their bounds)
@@ -69,10 +73,11 @@ def first_vote(mask):
 
 
 @T.macro
-def find_sequence(place, cu_words, words_per_entry, dense_length, sequences, tokens, slot, step, lane):
+def find_sequence(place, cu_words, words_per_entry, dense_length, sequences, tokens, slot, step, gap, lane):
     """place <- the last sequence whose first slot is not behind `slot`, its first token and its end.
 
-    A warp tries 32 at a time; in the last round those are neighbours, and what was loaded for the test is the answer.
+    `gap` is 1 for slots, of which each sequence has one more than whole steps, and 0 for places of states. A warp tries 32 at
+    a time; in the last round those are neighbours, and what was loaded for the test is the answer.
     """
     count, width, passed = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     place[0] = 0
@@ -82,7 +87,7 @@ def find_sequence(place, cu_words, words_per_entry, dense_length, sequences, tok
         index = T.min(place[0] + lane * width, sequences - 1)
         start = offset(cu_words, index, words_per_entry, dense_length, tokens)
         end = offset(cu_words, index + 1, words_per_entry, dense_length, tokens)
-        here = T.Select(lane * width < count, T.truncdiv(start, step) + index, T.max_value("int32"))
+        here = T.Select(lane * width < count, T.truncdiv(start, step) + index * gap, T.max_value("int32"))
         passed = T.max(T.call_extern("int32", "__popc", votes(here <= slot)) - 1, 0)
         place[1] = T.shfl_sync(start, passed)
         place[2] = T.shfl_sync(end, passed)
@@ -153,7 +158,7 @@ def count_links(links, ready, reach, row, value_heads, index, lane):
                 squares[e] = 0.0
                 if turn * NORMS_AT_ONCE + e < limit[0]:
                     for part in T.unroll(HEAD_DIM // WARP):
-                        squares[e] += reach[row - (turn * NORMS_AT_ONCE + e + 1) * value_heads, part * WARP + lane]
+                        squares[e] += reach[row - (turn * NORMS_AT_ONCE + e + 2) * value_heads, part * WARP + lane]
             for e in T.unroll(NORMS_AT_ONCE):
                 for step in T.unroll(5):
                     squares[e] += T.shfl_xor(squares[e], 1 << step)
@@ -186,19 +191,20 @@ def describe_item(
 ):
     """What a block does, by one warp: item[...] <- the words of ITEM_*; no chunks and END_NOTHING if nothing.
 
+    `slot` is that of a segment, or the place of a state for blocks that make states.
     Of the blocks that make states, part 0 makes the state of a segment from zero (or the initial state) and part 1 its
     transition, if any later segment links to them.
     """
     found = T.alloc_local((3,), "int32")
     first, length, index, chunks, row = (T.alloc_var("int32") for _ in range(5))
     window, needed, closed, limit = (T.alloc_var("int32") for _ in range(4))  # a macro renames what it is given bare
-    step = segment_chunks * CHUNK
-    find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, step, lane)
+    step, gap = segment_chunks * CHUNK, T.Select(makes_states != 0, 0, 1)
+    find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, step, gap, lane)
     first = found[1]
     length = T.max(0, found[2] - first)
-    index = slot - T.truncdiv(first, step) - found[0]
+    index = slot - found[0] * gap - T.truncdiv(first, step)
     chunks = T.truncdiv(length + CHUNK - 1, CHUNK)
-    row = slot * value_heads + head
+    row = (slot - found[0] * gap) * value_heads + head
     for word in T.unroll(ITEM_WORDS):
         item[word] = 0
     item[ITEM_SEQUENCE] = found[0]

@@ -15,6 +15,12 @@ HEAD_DIM = 128  # K = V
 VALUE_TILE = 64  # value rows of a state warpgroup: the M of a wgmma
 SOLVE_BLOCK = 16  # edge of a block of the chunk's triangular system: the M and K of an mma.sync
 LEAF = 8  # edge of a block that is solved by substitution
+HALF_CHUNK = CHUNK // 2
+TRIANGLE_ROWS = 3 * HALF_CHUNK
+"""Rows of a lower triangular [CHUNK, CHUNK] tile without its upper right quarter: the lower right, the upper left and the
+lower left quarter, one below the other."""
+
+LOWER_RIGHT, UPPER_LEFT, LOWER_LEFT = 0, HALF_CHUNK, 2 * HALF_CHUNK  # their first rows
 
 REGISTER_FILE = 64 * 1024  # 32-bit registers of an SM
 REGISTER_STEP = 8  # setmaxnreg takes multiples of it

@@ -13,7 +13,8 @@ The bound of a chunk is log2 of a norm that the product of its transitions does 
 room for keys a little longer than 1, or UNCERTAIN where beta |k|^2 may exceed 2.
 
 Reads        k [T, H, 128] · g beta [T, HV] f32 · cu_seqlens as 32-bit words
-Writes       operand [slots, HV, C, C] · decay [slots, HV, C] f32, G in log2 · key_norm [slots, H, C] f32, 1 / |k| or 1
+Writes       operand [slots, HV, C, C] without its upper right quarter · decay [slots, HV, C] f32, G in log2 ·
+             key_norm [slots, H, C] f32, 1 / |k| or 1
              bound [slots, HV] f32, if there are segments · zeros to rows of o below cu_seqlens[0] and from cu_seqlens[N] on,
              and to `ready` of the segments
 
@@ -39,13 +40,18 @@ from ._segments import find_sequence, offset
 from ._sm90 import (
     CHUNK,
     FACTOR,
+    HALF_CHUNK,
     HEAD_DIM,
     L2NORM_EPS,
     LEAF,
+    LOWER_LEFT,
+    LOWER_RIGHT,
     MISSING,
     SOLVE_BLOCK,
     STRONGEST_GATE,
+    TRIANGLE_ROWS,
     UNCERTAIN,
+    UPPER_LEFT,
     VANISHING,
     WARP,
     WRITE_SLACK,
@@ -61,6 +67,8 @@ SIDES = FACTOR.sides
 SIDE = FACTOR.warps_per_side * WARP  # threads
 EIGHT = 8  # 16-bit values of a 16-byte access
 LINES = WARP // EIGHT  # rows of 128 bytes that a warp writes at once
+LANES_PER_ROW = HALF // EIGHT  # of a row of a quarter of the operand
+ROWS_AT_ONCE = WARP // LANES_PER_ROW  # that a warp writes
 
 
 class Tiles(Group):
@@ -90,7 +98,7 @@ class Tiles(Group):
 def find_chunk(place, cu_words, words_per_entry, dense_length, sequences, tokens, slot, lane):
     """place[0], place[1] <- first token and rows (none: <= 0) of a slot's chunk, by a warp."""
     found, index = T.alloc_local((3,), "int32"), T.alloc_var("int32")
-    find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, CHUNK, lane)
+    find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, CHUNK, 1, lane)
     index = slot - T.truncdiv(found[1], CHUNK) - found[0]
     place[0] = found[1] + index * CHUNK
     place[1] = T.Select(index < 0, 0, T.min(CHUNK, found[2] - place[0]))
@@ -99,6 +107,7 @@ def find_chunk(place, cu_words, words_per_entry, dense_length, sequences, tokens
 @T.macro
 def load_gates(gate, strength, g, beta, head, first, rows, lane):
     """g and beta of tokens 2 lane and 2 lane + 1; behind the end, of the last token."""
+    row = T.alloc_var("int32")
     for e in T.unroll(2):
         row = first + T.min(2 * lane + e, rows - 1)
         gate[e] = g[row, head]
@@ -309,15 +318,15 @@ def clear_above(dtype, t, side, part, lane):
 
 
 @T.macro
-def store_operand(dtype, t, side, operand, slot, head, part, lane):
-    """Half of the operand's rows, in whole lines of 128 bytes: shorter segments made the L1 the bottleneck."""
+def store_operand(dtype, t, side, operand, slot, head, row, column, to, rows, lane):
+    """Rows of a quarter of the operand, from (row, column) of the tile to row `to`; a warp writes 512 bytes in a row."""
     line = T.alloc_local((EIGHT,), dtype)
-    top, column = part * HALF + lane // EIGHT, (lane % EIGHT) * EIGHT
-    for turn in T.unroll(HALF // LINES):
+    own, at = lane // LANES_PER_ROW, (lane % LANES_PER_ROW) * EIGHT
+    for turn in T.unroll(rows // ROWS_AT_ONCE):
         for e in T.vectorized(EIGHT):
-            line[e] = t.k[top + turn * LINES, side * CHUNK + column + e]
+            line[e] = t.k[row + turn * ROWS_AT_ONCE + own, side * CHUNK + column + at + e]
         for e in T.vectorized(EIGHT):
-            operand[slot, head, top + turn * LINES, column + e] = line[e]
+            operand[slot, head, to + turn * ROWS_AT_ONCE + own, at + e] = line[e]
 
 
 @T.macro
@@ -336,7 +345,7 @@ def solve_heads(
     """Value heads head + side, head + side + SIDES, ... of the key head; gates are loaded a round ahead."""
     gate, strength = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
     low, high = T.alloc_local((8,), "float32"), T.alloc_local((8,), "float32")
-    top, token = side * CHUNK, part * HALF
+    top, token, quarter = side * CHUNK, part * HALF, T.Select(part == 0, UPPER_LEFT, LOWER_RIGHT)
     for turn in T.serial(T.truncdiv(group + SIDES - 1 - side, SIDES)):
         buffer = turn % 2
         current = turn * SIDES + side
@@ -356,9 +365,11 @@ def solve_heads(
             if has_next:
                 sum_gates(dtype, t, 1 - buffer, side, gate, strength, decay, slot, head + current + SIDES, rows, lane)
         meet(side)
+        row = part * SOLVE_BLOCK
+        store_operand(dtype, t, side, operand, slot, head + current, HALF + row, 0, LOWER_LEFT + row, SOLVE_BLOCK, lane)
         scale_own_blocks(dtype, t, X, buffer, side, part, lane)
         T.sync_warp()
-        store_operand(dtype, t, side, operand, slot, head + current, part, lane)
+        store_operand(dtype, t, side, operand, slot, head + current, token, token, quarter, HALF, lane)
         if T.And(part == 0, segment_rows > 0):
             write_bound(t, buffer, side, bound, slot, head + current, lane)
         T.sync_warp()
@@ -377,7 +388,7 @@ def build_factor(dtype):
         g: T.Tensor((tokens, value_heads), "float32"),
         beta: T.Tensor((tokens, value_heads), "float32"),
         cu_words: T.Tensor((words,), "int32"),
-        operand: T.Tensor((chunk_slots, value_heads, CHUNK, CHUNK), dtype),
+        operand: T.Tensor((chunk_slots, value_heads, TRIANGLE_ROWS, HALF_CHUNK), dtype),
         decay: T.Tensor((chunk_slots, value_heads, CHUNK), "float32"),
         key_norm: T.Tensor((chunk_slots, key_heads, CHUNK), "float32"),
         bound: T.Tensor((chunk_slots, value_heads), "float32"),

@@ -21,14 +21,15 @@ come first in the grid and wait for no other, so that those behind may wait for 
 
 Reads        q k [T, H, 128] · v [T, HV, 128] · operand decay key_norm bound of `factor.py` · cu_seqlens · initial state f32
 Writes       o [T, HV, 128], every row of the sequence · final state f32
-In between   states [V, K] f32, transitions in two 16-bit parts with the squared norms of their rows, flags `ready`
+In between   states [V, K] f32, transitions in two 16-bit parts with the squared norms of their rows, flags `ready`, of
+             segments behind which their sequence goes on
 
 Role          threads   registers   per chunk
 state         2 x 128   176         W, Z, N, O and S of 64 value rows
-scores        1 x 128   128         before the chunks: transitions of the links
+scores        1 x 128   128         before the chunks: transitions of the links; zeros that nobody loads
                                     scores, scales, decayed keys; zeros behind the end; announces the chunk
 token loader  1 x 32    32          q, k, decay, key norms, three stages
-value loader  1 x 32    32          v, operand, two slots
+value loader  1 x 32    32          v, operand without its upper right quarter, two slots
 storers       2 x 32    32          64 columns of o each
 
 Barrier          set by            waited on by           arrivals
@@ -68,6 +69,7 @@ from ._recurrence_tiles import RECURRENCE_PROTOCOL, Barriers, ScoreRegisters, St
 from ._segments import describe_item
 from ._sm90 import (
     CHUNK,
+    HALF_CHUNK,
     HEAD_DIM,
     ITEM_CHUNKS,
     ITEM_END,
@@ -80,6 +82,7 @@ from ._sm90 import (
     ITEM_START,
     ITEM_WORDS,
     RECURRENCE,
+    TRIANGLE_ROWS,
     WARP,
     WARPGROUP,
 )
@@ -93,7 +96,7 @@ def build_recurrence(dtype):
     """The prim_func for q, k, v of `dtype`; arguments in README.md."""
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     chunk_slots, words = T.dynamic("chunk_slots"), T.dynamic("words")
-    matrices, rows = T.dynamic("matrices"), T.dynamic("rows")
+    matrices, rows, links = T.dynamic("matrices"), T.dynamic("rows"), T.dynamic("links")
     q_t, q_h, k_t, k_h, v_t, v_h = (T.dynamic(name, "int64") for name in ("q_t", "q_h", "k_t", "k_h", "v_t", "v_h"))
 
     @T.prim_func
@@ -101,16 +104,16 @@ def build_recurrence(dtype):
         q: T.StridedTensor((tokens, key_heads, HEAD_DIM), (q_t, q_h, 1), dtype),
         k: T.StridedTensor((tokens, key_heads, HEAD_DIM), (k_t, k_h, 1), dtype),
         v: T.StridedTensor((tokens, value_heads, HEAD_DIM), (v_t, v_h, 1), dtype),
-        operand: T.Tensor((chunk_slots, value_heads, CHUNK, CHUNK), dtype),
+        operand: T.Tensor((chunk_slots, value_heads, TRIANGLE_ROWS, HALF_CHUNK), dtype),
         decay: T.Tensor((chunk_slots, value_heads, CHUNK), "float32"),
         key_norm: T.Tensor((chunk_slots, key_heads, CHUNK), "float32"),
         bound: T.Tensor((chunk_slots, value_heads), "float32"),
         cu_words: T.Tensor((words,), "int32"),
         initial: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
         states: T.Tensor((rows, HEAD_DIM * HEAD_DIM), "float32"),
-        transitions: T.Tensor((rows, 2 * HEAD_DIM, HEAD_DIM), dtype),
+        transitions: T.Tensor((links, 2 * HEAD_DIM, HEAD_DIM), dtype),
         ready: T.Tensor((rows, 2), "int32"),
-        reach: T.Tensor((rows, HEAD_DIM), "float32"),
+        reach: T.Tensor((links, HEAD_DIM), "float32"),
         o: T.Tensor((tokens, value_heads, HEAD_DIM), dtype),
         final: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
         scale: T.float32,
@@ -121,10 +124,8 @@ def build_recurrence(dtype):
         words_per_entry: T.int32,
         dense_length: T.int32,
         sequences: T.int32,
-        segment_slots: T.int32,
         segment_chunks: T.int32,
         replay: T.int32,
-        has_cuts: T.int32,
         first_block: T.int32,
         blocks: T.int32,
     ):
@@ -141,7 +142,7 @@ def build_recurrence(dtype):
             T.pdl_trigger()
             T.pdl_sync()
             if thread < WARP:
-                makers = 2 * segment_slots * value_heads * has_cuts
+                makers = 2 * rows
                 makes_states = T.cast(block < makers, "int32")
                 place = T.truncdiv(T.Select(makes_states != 0, block, block - makers), value_heads)
                 describe_item(
@@ -189,6 +190,7 @@ def build_recurrence(dtype):
                     t.item[ITEM_END],
                     matrix,
                     t.item[ITEM_OWN],
+                    value_heads,
                     t.item[ITEM_SIGN],
                     final,
                     states,

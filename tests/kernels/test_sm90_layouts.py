@@ -1,6 +1,7 @@
 """The arithmetic of the SM90 kernels against the limits of the chip; no compiler and no GPU."""
 
 import dataclasses
+from itertools import accumulate, product
 
 import pytest
 
@@ -101,3 +102,23 @@ def test_no_two_chunks_share_a_slot(lengths):
         first += length
     assert len(set(taken)) == len(taken)
     assert all(slot < first // sm90.CHUNK + len(lengths) for slot in taken)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 64])
+def test_states_that_others_start_from_have_places_of_their_own(step):
+    """first_place(n) = cu_seqlens[n] // step in (T - 1) // step places; the last sequence that begins there has it."""
+    for lengths in (*LENGTHS, *product(range(6), repeat=4)):
+        check_places(lengths, step)
+
+
+def check_places(lengths, step):
+    bounds = [0, *accumulate(lengths)]
+    owners = {}
+    for n, length in enumerate(lengths):
+        for index in range(-(-length // step) - 1):
+            place = bounds[n] // step + index
+            assert place not in owners and place < (bounds[-1] - 1) // step
+            owners[place] = n
+            assert n == max(m for m in range(len(lengths)) if bounds[m] // step <= place)
+    without_first = [place - 1 for place, n in owners.items() if place > bounds[n] // step]
+    assert len(set(without_first)) == len(without_first) and min(without_first, default=0) >= 0

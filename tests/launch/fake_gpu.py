@@ -164,6 +164,7 @@ def _start(fakes: Path, library: Path, namespace: str, cuda_sources: list[str]) 
     _State.cuda.fake_map.restype = ctypes.POINTER(_Map)
     _State.namespace = namespace
     _State.parameters = {name: parts for source in cuda_sources for name, parts in kernel_parameters(source).items()}
+    _State.torch_cuda.fake_peak_bytes.restype = ctypes.c_int64
     for kernel, parameters in _State.parameters.items():
         sizes = [
             128 if "CUtensorMap" in kind else 8 if "*" in kind else struct.calcsize(FORMATS[kind])

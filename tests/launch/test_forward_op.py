@@ -8,10 +8,12 @@ import pytest
 import torch
 from fake_gpu import TensorMap, launches, op, torch_fake
 
+from flashqla_hub.bench.rows import ROW_SETS, Row
+
 H, HV = 2, 4
 BFLOAT16, FLOAT16, FLOAT32 = 9, 6, 7  # CU_TENSOR_MAP_DATA_TYPE_*
 L2_PROMOTION_128B = 2
-SWIZZLE_NONE, SWIZZLE_128B = 0, 3
+SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_128B = 0, 2, 3
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def tile_map(address, dims, strides, box, dtype=BFLOAT16, swizzle=SWIZZLE_128B):
 
 
 # Sizes that the compiler leaves out of a kernel's arguments when no address depends on them.
-DROPPABLE = {"chunk_slots", "matrices", "row_words", "rows", "tokens", "words"}
+DROPPABLE = {"chunk_slots", "links", "matrices", "row_words", "rows", "tokens", "words"}
 
 
 def assert_arguments(launch, expected):
@@ -99,11 +101,11 @@ def test_kernels_in_order(product_process):
 
 def test_cut_sequences_have_blocks_that_make_states_before_those_that_make_outputs(product_process):
     [factor, recurrence], _, _ = product_process.run(run, replace(PACKED, segment_chunks=1))
-    slots = 300 // 64 + 3
-    assert recurrence.grid == (3 * slots * HV, 1, 1)
-    expected = {"segment_slots": slots, "segment_chunks": 1, "replay": 1, "has_cuts": 1, "first_block": 0}
+    rows, slots = 299 // 64 * HV, 300 // 64 + 3
+    assert recurrence.grid == (2 * rows + slots * HV, 1, 1)
+    expected = {"rows": rows, "segment_chunks": 1, "replay": 1, "first_block": 0}
     assert {name: recurrence.arguments[name] for name in expected} == expected
-    assert factor.arguments["segment_rows"] == slots * HV, "flags to clear"
+    assert factor.arguments["segment_rows"] == rows, "flags to clear"
     assert factor.arguments["ready"] == recurrence.arguments["ready"]
     workspaces = [recurrence.arguments[name] for name in ("states", "transitions", "reach", "ready", "bound")]
     assert 0 not in workspaces and len(set(workspaces)) == 5
@@ -112,8 +114,8 @@ def test_cut_sequences_have_blocks_that_make_states_before_those_that_make_outpu
 def test_whole_rounds_of_blocks_have_launches_of_their_own(product_process):
     """32 segments of 4 heads fill the card once, and so do the blocks that make the states of the linked ones."""
     [factor, states, outputs], _, _ = product_process.run(run, Call(tokens=64 * 1024, segment_chunks=32))
-    rows = (1024 // 32 + 1) * HV
-    assert [launch.grid[0] for launch in (states, outputs)] == [2 * rows, rows]
+    rows, blocks = (1024 // 32 - 1) * HV, (1024 // 32 + 1) * HV
+    assert [launch.grid[0] for launch in (states, outputs)] == [2 * rows, blocks]
     assert [launch.arguments["first_block"] for launch in (states, outputs)] == [0, 2 * rows]
     different = {"first_block", "blocks"}
     for name in states.arguments.keys() - different:
@@ -124,14 +126,14 @@ def test_whole_rounds_of_blocks_have_launches_of_their_own(product_process):
 
 def test_scratch_arrays_share_one_allocation_and_do_not_overlap(product_process):
     [factor, recurrence, *_], _, _ = product_process.run(run, replace(PACKED, segment_chunks=2))
-    rows = (300 // 128 + 3) * HV
+    rows = 299 // 128 * HV
     sizes = {
         factor.arguments["decay"]: SLOTS * HV * 64 * 4,
         factor.arguments["key_norm"]: SLOTS * H * 64 * 4,
         factor.arguments["bound"]: SLOTS * HV * 4,
         recurrence.arguments["states"]: rows * 128 * 128 * 4,
-        recurrence.arguments["transitions"]: rows * 256 * 128 * 2,
-        recurrence.arguments["reach"]: rows * 128 * 4,
+        recurrence.arguments["transitions"]: (rows - HV) * 256 * 128 * 2,
+        recurrence.arguments["reach"]: (rows - HV) * 128 * 4,
         recurrence.arguments["ready"]: rows * 2 * 4,
     }
     addresses = sorted(sizes)
@@ -140,10 +142,32 @@ def test_scratch_arrays_share_one_allocation_and_do_not_overlap(product_process)
         assert address + sizes[address] <= following < address + sizes[address] + 256
 
 
+def scratch_share(row: Row):
+    """Bytes that a call of the bench's shape allocates beside its results, and those of its inputs and outputs."""
+    tokens, sequences = sum(row.lengths), len(row.lengths)
+    q, k = (torch.empty(1, tokens, row.hk, 128, dtype=torch.bfloat16) for _ in range(2))  # never touched: no memory
+    v = torch.empty(1, tokens, row.hv, 128, dtype=torch.bfloat16)
+    gates = [torch.empty(1, tokens, row.hv) for _ in range(2)]
+    state = torch.empty(sequences, row.hv, 128, 128)
+    offsets = torch.tensor([0, *row.lengths]).cumsum(0)
+    inputs = (q, k, v, *gates, state)
+    results = op("sm90_gated_delta_rule_fwd", *inputs, offsets, 0.25, False, False, True, 0)
+    outputs = sum(x.nbytes for x in results)
+    return torch_fake().fake_peak_bytes() - outputs, sum(x.nbytes for x in inputs) + outputs
+
+
+@pytest.mark.parametrize("name", ROW_SETS["forward"])
+def test_scratch_stays_below_a_quarter_of_inputs_and_outputs(product_process, name):
+    """Or 32 MB; an allocator that rounds up to a MB of its own may add as much."""
+    scratch, inputs_and_outputs = product_process.run(scratch_share, Row.parse(name))
+    print(f"{name}: {scratch / 1e6:.1f} of {inputs_and_outputs / 1e6:.1f} MB, {scratch / inputs_and_outputs:.1%}")
+    assert scratch <= max(0.25 * inputs_and_outputs, 32e6)
+
+
 def test_segments_longer_than_every_sequence_need_no_states(product_process):
     for call, sequences in ((replace(PACKED, segment_chunks=5), 3), (Call(batch=2, segment_chunks=5), 2)):
         found, _, _ = product_process.run(run, call)
-        assert (found[1].grid[0], found[1].arguments["has_cuts"]) == (sequences * HV, 0)
+        assert (found[1].grid[0], found[1].arguments["rows"]) == (sequences * HV, 0)
         assert 64 * found[1].arguments["segment_chunks"] > call.batch * call.tokens
         assert found[0].arguments["segment_rows"] == 0, "no flags to clear"
 
@@ -151,9 +175,9 @@ def test_segments_longer_than_every_sequence_need_no_states(product_process):
 def test_few_long_rows_are_cut_and_many_are_not(product_process):
     """One long sequence of 4 heads would leave 128 of 132 SMs idle; 264 sequence-heads fill the card twice."""
     few, _, _ = product_process.run(run, Call(tokens=64 * 256))
-    assert few[-1].arguments["has_cuts"] == 1 and few[-1].grid[0] > 64
+    assert few[-1].arguments["rows"] > 0 and few[-1].grid[0] > 64
     many, _, _ = product_process.run(run, Call(batch=66, tokens=64 * 4))
-    assert many[1].arguments["has_cuts"] == 0 and many[1].grid[0] == 66 * HV
+    assert many[1].arguments["rows"] == 0 and many[1].grid[0] == 66 * HV
 
 
 def test_results_have_the_documented_shapes(product_process):
@@ -226,7 +250,7 @@ def test_recurrence_gets_everything(product_process):
         "v_desc": tile_map(addresses["v"], (128, 300, HV), (HV * row, row), (64, 64, 1)),
         "o_desc": tile_map(addresses["o"], (128, 300, HV), (HV * row, row), (64, 64, 1)),
         "operand_desc": tile_map(
-            factor.arguments["operand"], (64, 64, HV, SLOTS), (128, 8192, HV * 8192), (64, 64, 1, 1)
+            factor.arguments["operand"], (32, 96, HV, SLOTS), (64, 6144, HV * 6144), (32, 96, 1, 1), swizzle=SWIZZLE_64B
         ),
         "decay_desc": tile_map(decay, (64, HV, SLOTS), (256, HV * 256), (64, 1, 1), FLOAT32, SWIZZLE_NONE),
         "key_norm_desc": tile_map(key_norm, (64, H, SLOTS), (256, H * 256), (64, 1, 1), FLOAT32, SWIZZLE_NONE),
@@ -246,13 +270,12 @@ def test_recurrence_gets_everything(product_process):
         "value_heads": HV,
         "scale": 0.25,
         "matrices": 3 * HV,
+        "links": 0,
         "replay": 0,
         "rows": 0,
         "segment_chunks": 5,
-        "segment_slots": 3,
         "sequences": 3,
         "state_v_first": 1,
-        "has_cuts": 0,
         "first_block": 0,
         "blocks": 3 * HV,
         "tokens": 300,

@@ -19,10 +19,12 @@ static struct {
 } placed[MAX_PLACED];
 static int placed_count, open_guards, allowed_allocations = -1;
 static void* allocated[MAX_PLACED];
+static int64_t live_bytes, peak_bytes;
 
 // libtorch's own functions behind those that are replaced here.
 static int32_t (*real_get_data_ptr)(void* tensor, void** data);
 static int32_t (*real_delete_tensor)(void* tensor);
+static int32_t (*real_get_storage_size)(void* tensor, int64_t* bytes);
 static int32_t (*real_empty_strided)(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype,
                                      int32_t device_type, int32_t device_index, void** result);
 
@@ -30,6 +32,7 @@ __attribute__((constructor)) static void find_real_functions(void) {
   void* libtorch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   *(void**)&real_get_data_ptr = dlsym(libtorch, "aoti_torch_get_data_ptr");
   *(void**)&real_delete_tensor = dlsym(libtorch, "aoti_torch_delete_tensor_object");
+  *(void**)&real_get_storage_size = dlsym(libtorch, "aoti_torch_get_storage_size");
   *(void**)&real_empty_strided = dlsym(libtorch, "aoti_torch_empty_strided");
 }
 
@@ -41,6 +44,7 @@ void fake_place(void* data, int device) {
 }
 void fake_forget(void) {
   placed_count = 0;
+  live_bytes = peak_bytes = 0;
   for (int i = 0; i < MAX_PLACED; i++) allocated[i] = NULL;
 }
 void fake_set_stream(int device, uint64_t stream) { streams[device] = stream; }
@@ -54,12 +58,23 @@ int fake_live_allocations(void) {
   return count;
 }
 
-static void replace_allocated(void* from, void* to) {
+// Bytes that the library had allocated at once at most, its results included.
+int64_t fake_peak_bytes(void) { return peak_bytes; }
+
+static int replace_allocated(void* from, void* to) {
   for (int i = 0; i < MAX_PLACED; i++)
     if (allocated[i] == from) {
       allocated[i] = to;
-      return;
+      return 1;
     }
+  return 0;
+}
+
+static void count_bytes(void* tensor, int sign) {
+  int64_t bytes = 0;
+  real_get_storage_size(tensor, &bytes);
+  live_bytes += sign * bytes;
+  if (live_bytes > peak_bytes) peak_bytes = live_bytes;
 }
 
 // ---- libtorch
@@ -82,12 +97,12 @@ int32_t aoti_torch_empty_strided(int64_t rank, const int64_t* sizes, const int64
   void* data = NULL;
   if (!error) error = real_get_data_ptr(*result, &data);
   if (!error && device_index) fake_place(data, device_index);
-  if (!error) replace_allocated(NULL, *result);
+  if (!error && replace_allocated(NULL, *result)) count_bytes(*result, 1);
   return error;
 }
 
 int32_t aoti_torch_delete_tensor_object(void* tensor) {
-  replace_allocated(tensor, NULL);
+  if (replace_allocated(tensor, NULL)) count_bytes(tensor, -1);
   return real_delete_tensor(tensor);
 }
 

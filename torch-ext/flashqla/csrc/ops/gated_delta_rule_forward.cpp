@@ -11,6 +11,7 @@ namespace flashqla {
 namespace {
 
 constexpr int64_t CHUNK = 64;
+constexpr int64_t TRIANGLE_ROWS = 96, HALF_CHUNK = 32;  // of a tile without its upper right quarter
 constexpr int32_t NO_DENSE_LENGTH = -1;
 
 struct Sizes {
@@ -140,17 +141,19 @@ class Forward {
 
   void launch_kernels() {
     const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
-    const int64_t rows = sizes_.segments.has_cuts ? sizes_.segments.slots * sizes_.v_heads : 0;
+    const SegmentPlan& segments = sizes_.segments;
+    const int64_t rows = segments.inner * sizes_.v_heads, links = segments.has_cuts ? rows - sizes_.v_heads : 0;
     NewTensor g_copy, beta_copy, initial_copy;
     Workspace workspace;
     Intermediates between{};
-    workspace.add(between.operand, "operand", {sizes_.slots, sizes_.v_heads, CHUNK, CHUNK}, o_.view().dtype, device);
+    workspace.add(between.operand, "operand", {sizes_.slots, sizes_.v_heads, TRIANGLE_ROWS, HALF_CHUNK},
+                  o_.view().dtype, device);
     workspace.add(between.decay, "decay", {sizes_.slots, sizes_.v_heads, CHUNK}, float32, device);
     workspace.add(between.key_norm, "key_norm", {sizes_.slots, sizes_.heads, CHUNK}, float32, device);
     workspace.add(between.bound, "bound", {sizes_.slots, sizes_.v_heads}, float32, device);
     workspace.add(between.states, "states", {rows, STATE_DIM * STATE_DIM}, float32, device);
-    workspace.add(between.transitions, "transitions", {rows, 2 * STATE_DIM, STATE_DIM}, o_.view().dtype, device);
-    workspace.add(between.reach, "reach", {rows, STATE_DIM}, float32, device);
+    workspace.add(between.transitions, "transitions", {links, 2 * STATE_DIM, STATE_DIM}, o_.view().dtype, device);
+    workspace.add(between.reach, "reach", {links, STATE_DIM}, float32, device);
     workspace.add(between.ready, "ready", {rows, 2}, int32, device);
     workspace.allocate();
     launch_factor_kernel(as_gate(as_contiguous_float32(arguments_.g, g_copy)),
@@ -159,8 +162,8 @@ class Forward {
     const bool has_initial = arguments_.initial_state.has_value();
     void* const initial = has_initial ? as_contiguous_float32(arguments_.initial_state, initial_copy).data : unused;
     void* const final_state = arguments_.output_final_state ? final_state_.view().data : unused;
-    const int64_t outputs = sizes_.segments.slots * sizes_.v_heads, states = 2 * rows;  // blocks
-    if (sizes_.segments.apart) {
+    const int64_t outputs = segments.slots * sizes_.v_heads, states = 2 * rows;  // blocks
+    if (segments.apart) {
       launch_recurrence_kernel(between, initial, final_state, 0, states);
       launch_recurrence_kernel(between, initial, final_state, states, outputs);
     } else {
@@ -194,8 +197,8 @@ class Forward {
            between.ready, between.reach, as_token_rows(o_.view()), as_states("final_state", final_state),
            static_cast<float>(arguments_.scale), arguments_.use_l2norm, arguments_.initial_state.has_value(),
            arguments_.output_final_state, arguments_.state_v_first, words_per_entry(), sizes_.dense_length,
-           static_cast<int32_t>(sizes_.sequences), static_cast<int32_t>(segments.slots),
-           static_cast<int32_t>(segments.chunks), static_cast<int32_t>(segments.replay), segments.has_cuts,
+           static_cast<int32_t>(sizes_.sequences),
+           static_cast<int32_t>(segments.chunks), static_cast<int32_t>(segments.replay),
            static_cast<int32_t>(first_block), static_cast<int32_t>(blocks));
   }
 

@@ -108,6 +108,14 @@ double expected_scan_time(int64_t chunks, int64_t length, int64_t sequences, int
   return double(divide_up(int64_t(makers), sms)) * block + idle + LAUNCH_TIME + (walking > bytes ? walking : bytes);
 }
 
+SegmentPlan uncut(int64_t tokens, int64_t sequences) { return {tokens / CHUNK + 1, sequences, 0, 0, false, false}; }
+
+// The longest replay is a whole segment. For the places, see flashqla_hub/kernels/_segments.py.
+SegmentPlan cut(int64_t chunks, int64_t tokens, int64_t sequences, bool apart) {
+  const int64_t length = chunks * CHUNK;
+  return {chunks, tokens / length + sequences, (tokens - 1) / length, chunks, true, apart};
+}
+
 }  // namespace
 
 SegmentPlan plan_backward_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences,
@@ -124,8 +132,8 @@ SegmentPlan plan_backward_segments(int64_t segment_chunks, int64_t tokens, int64
       chunks = divide_up(mean, parts);
     }
   }
-  if (chunks >= whole) return {tokens / CHUNK + 1, sequences, 0, false, false};
-  return {chunks, tokens / (chunks * CHUNK) + sequences, chunks, true, true};
+  if (chunks >= whole) return uncut(tokens, sequences);
+  return cut(chunks, tokens, sequences, true);
 }
 
 SegmentPlan plan_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences, int64_t heads,
@@ -134,10 +142,9 @@ SegmentPlan plan_segments(int64_t segment_chunks, int64_t tokens, int64_t longes
   int64_t chunks = segment_chunks;
   const bool empty = sequences == 0 || tokens == 0;
   if (chunks == 0 && !empty) chunks = best_length(tokens, longest, sequences, heads, sms);
-  if (empty || chunks >= whole) return {tokens / CHUNK + 1, sequences, 0, false, false};
-  const int64_t replay = chunks;
+  if (empty || chunks >= whole) return uncut(tokens, sequences);
   const Estimate times = estimate(mean_chunks(tokens, sequences), chunks, sequences, heads, sms, EXPECTED_LINKED);
-  return {chunks, tokens / (chunks * CHUNK) + sequences, replay, true, times.apart < times.together};
+  return cut(chunks, tokens, sequences, times.apart < times.together);
 }
 
 }  // namespace flashqla

@@ -8,6 +8,7 @@ namespace flashqla {
 struct SegmentPlan {
   int64_t chunks;  // of a segment; the last of a sequence may be shorter
   int64_t slots;   // places for segments: tokens / (64 chunks) + sequences
+  int64_t inner;   // places for those that are not the last of their sequence: (tokens - 1) / (64 chunks)
   int64_t replay;  // longest warm-up of a segment, in chunks
   bool has_cuts;   // whether any sequence may have more than one segment
   bool apart;      // whether states are made in a launch of their own
