@@ -11,6 +11,7 @@ SINCE = {
     "aoti_torch_create_device_guard": (2, 9),
     "aoti_torch_delete_device_guard": (2, 9),
     "aoti_torch_delete_tensor_object": (2, 9),
+    "aoti_torch_device_type_cpu": (2, 9),
     "aoti_torch_device_type_cuda": (2, 9),
     "aoti_torch_dtype_bfloat16": (2, 9),
     "aoti_torch_dtype_float16": (2, 9),

@@ -5,10 +5,12 @@ On the CPU, with a stand-in for the compiled op; what counts is who is called, a
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -224,6 +226,31 @@ def test_training_does_without_the_dispatch_of_the_op(kernel, part, ways, monkey
     assert ways == ["wrapped"] and relative_error(dk, truth(p).dk) <= 1e-4
 
 
+def test_what_is_raised_around_a_training_call_is_left_alone(kernel, ways):
+    """Checkpointing ends its second forward by an exception, as soon as the last tensor for the backward is saved."""
+    p = problem()
+    leaves = [getattr(p, name).clone().requires_grad_() for name in TENSORS]
+
+    def layer(*tensors):
+        return call(kernel, replace(p, **dict(zip(TENSORS, tensors, strict=True))))
+
+    outcomes = [layer(*leaves), torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)]
+    expected, found = (torch.autograd.grad(outcome, leaves, (p.do, p.dht)) for outcome in outcomes)
+    assert ways == ["wrapped"] * 3
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_a_training_call_that_the_compiled_op_refuses_gets_its_sentence(kernel, part, ways, monkeypatch):
+    monkeypatch.setattr(part("gated_delta_rule.sm90_path"), "ops", SimpleNamespace(sm90_gated_delta_rule_fwd=refuse))
+    p = problem()
+    p.k.requires_grad_()
+    with pytest.raises(ValueError, match=r"g has shape \[1, 100, 3\]"):
+        call(kernel, replace(p, g=torch.zeros(1, 100, 3)))
+    with pytest.raises(RuntimeError, match="its own words") as found:
+        call(kernel, p)
+    assert found.type is RuntimeError
+
+
 def test_a_graph_of_the_backward_has_the_op_that_refuses_its_derivative(kernel, ways):
     p = problem()
     p.k.requires_grad_()
@@ -252,17 +279,37 @@ def test_sound_inputs_pass_in_one_pass(part, bounds, state_v_first):
     assert not sound(*tensors, None, state, p.cu_seqlens, 64, not state_v_first)
 
 
-def test_an_inference_call_makes_few_python_calls(kernel, part, ways, monkeypatch):
-    """Host time without a clock: the Python functions that a call enters, the stand-in and its inside left out."""
-    p, entered = problem(), []
-    monkeypatch.setattr(
-        part("gated_delta_rule.sm90_path"),
-        "ops",
-        SimpleNamespace(sm90_gated_delta_rule_fwd=lambda *arguments: (p.v, p.initial_state)),
-    )
-    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        call(kernel, p)
-    finally:
-        sys.setprofile(None)
-    assert len(entered) <= 22, entered
+@pytest.fixture
+def entered(kernel, part, ways, monkeypatch):
+    """entered(function, *arguments) lists the kernel's Python functions that it enters; the compiled op returns at once."""
+    p, folder = problem(), str(Path(kernel.__file__).parent)
+
+    def stand_in(*arguments):
+        ways.append("direct")
+        return p.v.clone(), p.initial_state.clone()
+
+    monkeypatch.setattr(part("gated_delta_rule.sm90_path"), "ops", SimpleNamespace(sm90_gated_delta_rule_fwd=stand_in))
+
+    def functions_of(function, *arguments) -> list[str]:
+        codes = []
+        sys.setprofile(lambda frame, event, _: codes.append(frame.f_code) if event == "call" else None)
+        try:
+            function(*arguments)
+        finally:
+            sys.setprofile(None)
+        return [code.co_name for code in codes if code.co_filename.startswith(folder)]
+
+    return functions_of
+
+
+def test_an_inference_call_makes_few_python_calls(kernel, entered):
+    """Host time without a clock; on a GPU come three more that ask whether its kernels serve."""
+    functions = entered(call, kernel, problem())
+    assert len(functions) <= 8, functions
+
+
+def test_a_training_call_makes_few_python_calls(kernel, entered):
+    p = problem()
+    p.k.requires_grad_()
+    functions = entered(call, kernel, p)
+    assert len(functions) <= 16, functions

@@ -1,11 +1,13 @@
 """sm90_gated_delta_rule_bwd: which kernels it launches, in which order and with which values, and what it refuses."""
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from fake_gpu import TensorMap, launches, op, torch_fake
+from layouts import COPIED, LOADABLE, strides_of_a_map
 
 H, HV = 2, 4
 BFLOAT16, FLOAT32 = 9, 7  # CU_TENSOR_MAP_DATA_TYPE_*
@@ -381,10 +383,6 @@ def with_a_token_less(tensor):
     return tensor[:, 1:]
 
 
-def with_odd_rows(tensor):
-    return torch.nn.functional.pad(tensor, (0, 1))[..., :128]
-
-
 @pytest.mark.parametrize(
     ("index", "change", "words"),
     [
@@ -394,7 +392,6 @@ def with_odd_rows(tensor):
         (2, "with_one_head_more", "v has 5 heads and q has 2; the value heads must be a positive multiple"),
         (1, "with_one_head_more", "k.shape[2] is 3 and q gives 2"),
         (3, "with_a_token_less", "g.shape[1] is 299 and v gives 300"),
-        (0, "with_odd_rows", "need the last to be 1, the others multiples of 8, and the first T times the second"),
         (5, "with_a_token_less", "initial_state.shape[1] is 3 and the batch gives 4"),
         (6, "as_double", "cu_seqlens must be int32 or int64"),
         (7, "as_double", "do and q have different dtypes"),
@@ -408,6 +405,69 @@ def test_a_wrong_argument_is_one_sentence_and_no_launch(product_process, index, 
         product_process.run(call_with, index, change)
     assert words in str(error.value)
     assert product_process.run(launches) == []
+
+
+def map_of(name, layout):
+    """The map of that argument in that layout, and the argument's address, shape and strides for a map."""
+    x = {**LOADABLE, **COPIED}[layout](H if name in ("q", "k") else HV)
+    arguments = make_arguments(Call(batch=x.shape[0], tokens=x.shape[1]))
+    arguments[{"q": 0, "v": 2, "do": 7}[name]] = x
+    op(OP, *arguments)
+    [launch] = [launch for launch in launches() if launch.kernel == "backward_scan_bf16_kernel"]
+    return (
+        launch.arguments["dout_desc" if name == "do" else f"{name}_desc"],
+        x.data_ptr(),
+        tuple(x.shape),
+        strides_of_a_map(x),
+    )
+
+
+@pytest.mark.parametrize("name", ("q", "v", "do"))
+@pytest.mark.parametrize("layout", [*LOADABLE, *COPIED])
+def test_what_tiles_cannot_be_loaded_from_is_copied_and_nothing_else(product_process, name, layout):
+    found, address, (batch, tokens, heads, _), strides = product_process.run(map_of, name, layout)
+    assert found.dims == (128, batch * tokens, heads)
+    if layout in COPIED:
+        assert (found.strides, found.address % 16) == ((256 * heads, 256), 0)
+        assert found.address != address
+    else:
+        walked = [i for i, size in enumerate((batch * tokens, heads)) if size > 1]
+        assert found.address == address
+        assert [found.strides[i] for i in walked] == [strides[i] for i in walked]
+
+
+def strided_bounds():
+    bounds = torch.tensor([0, 7, 100, 7, 300, 7])[::2]
+    arguments = make_arguments(Call(offsets=(0, 100, 300)))
+    arguments[6] = bounds
+    op(OP, *arguments)
+    return launches()[0].arguments["cu_words"] != bounds.data_ptr()
+
+
+def test_strided_bounds_are_copied(product_process):
+    assert product_process.run(strided_bounds)
+
+
+def call_with_checked_bounds(wish, call: Call):
+    """The message of a call whose environment has that wish, or how many kernels it launched."""
+    os.environ["FLASHQLA_CHECK_CU_SEQLENS"] = wish
+    try:
+        op(OP, *make_arguments(call))
+        return len(launches())
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        del os.environ["FLASHQLA_CHECK_CU_SEQLENS"]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("offsets", [(0, 100, 301), (0, 200, 100, 300), (1, 300), (0, -1, 300)])
+def test_values_of_bounds_are_checked_on_request_only(product_process, offsets, dtype):
+    call, sound = Call(offsets=offsets, offset_dtype=dtype), Call(offsets=(0, 100, 100, 290), offset_dtype=dtype)
+    words = "cu_seqlens must start at 0, never decrease and end within the row of 300 tokens."
+    assert words in product_process.run(call_with_checked_bounds, "1", call)
+    launched = product_process.run(call_with_checked_bounds, "0", call)
+    assert launched > 0 and product_process.run(call_with_checked_bounds, "1", sound) == launched
 
 
 def fail_every_allocation_once(call: Call):
@@ -428,7 +488,6 @@ def fail_every_allocation_once(call: Call):
 def test_lack_of_memory_at_any_point_is_named_and_leaves_nothing_behind(product_process):
     messages, guards, live = product_process.run(fail_every_allocation_once, replace(PACKED, gate_dtype="bfloat16"))
     results = ["dq", "dk", "dv", "dg", "dbeta", "dh0"]
-    scratch = ["chunks", "segments", "bound", "row_scales", "norms", "errors", "states", "dstates", "solve", "scores"]
-    assert [message.split()[4] for message in messages] == [*results, *scratch, "g", "workspace"]
+    assert [message.split()[4] for message in messages] == [*results, "workspace", "g"]
     assert guards == 0
     assert live == 6, "the results of the last call, which succeeded"

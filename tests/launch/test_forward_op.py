@@ -1,5 +1,6 @@
 """sm90_gated_delta_rule_fwd: which kernels it launches, in which order and with which values, and what it refuses."""
 
+import os
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import TensorMap, launches, op, torch_fake
+from layouts import COPIED, LOADABLE, strides_of_a_map
 
 from flashqla_hub.bench.rows import ROW_SETS, Row
 
@@ -178,6 +180,18 @@ def test_few_long_rows_are_cut_and_many_are_not(product_process):
     assert few[-1].arguments["rows"] > 0 and few[-1].grid[0] > 64
     many, _, _ = product_process.run(run, Call(batch=66, tokens=64 * 4))
     assert many[1].arguments["rows"] == 0 and many[1].grid[0] == 66 * HV
+
+
+def plan_of(call: Call):
+    found, _, _ = run(call)
+    return found[-1].grid, found[-1].arguments["segment_chunks"]
+
+
+def test_a_plan_does_not_depend_on_the_call_before(product_process):
+    calls = [Call(tokens=64 * 256), Call(tokens=64 * 400), replace(PACKED, segment_chunks=1), PACKED]
+    plans = [product_process.run(plan_of, call) for call in calls]
+    assert len(set(plans)) == 4
+    assert [product_process.run(plan_of, call) for call in (*calls, *calls[::-1])] == plans + plans[::-1]
 
 
 def test_results_have_the_documented_shapes(product_process):
@@ -384,14 +398,6 @@ def with_a_token_less(tensor):
     return tensor[:, 1:]
 
 
-def with_every_second_number(tensor):
-    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
-
-
-def with_odd_rows(tensor):
-    return torch.nn.functional.pad(tensor, (0, 1))[..., :128]
-
-
 def with_a_batch_of_rows(tensor):
     return tensor[None]
 
@@ -411,8 +417,6 @@ def with_a_batch_of_two(tensor):
         (1, "with_one_head_more", "k.shape[2] is 3 and q gives 2"),
         (2, "with_a_token_less", "v.shape[1] is 299 and q gives 300"),
         (3, "with_a_token_less", "g.shape[1] is 299 and v gives 300"),
-        (2, "with_every_second_number", "v has strides (307200, 1024, 256, 2)"),
-        (0, "with_odd_rows", "need the last to be 1, the others multiples of 8, and the first T times the second"),
         (5, "with_a_token_less", "initial_state.shape[1] is 3 and the SM90 forward takes 4"),
         (6, "as_double", "cu_seqlens must be int32 or int64"),
         (6, "with_a_batch_of_rows", "cu_seqlens must be one-dimensional with N + 1 entries"),
@@ -437,6 +441,64 @@ def test_a_wrong_argument_is_one_sentence_and_no_launch(product_process, index, 
 def test_packing_takes_one_batch_row(product_process):
     with pytest.raises(RuntimeError, match="q has batch size 2 and cu_seqlens packs all sequences into one"):
         product_process.run(run, replace(PACKED, batch=2))
+
+
+def map_of(name, layout):
+    """The map of that argument in that layout, and the argument's address, shape and strides for a map."""
+    x = {**LOADABLE, **COPIED}[layout](H if name in ("q", "k") else HV)
+    arguments = make_arguments(Call(batch=x.shape[0], tokens=x.shape[1]))
+    arguments[("q", "k", "v").index(name)] = x
+    op("sm90_gated_delta_rule_fwd", *arguments)
+    [launch] = [launch for launch in launches() if launch.kernel == "recurrence_bf16_kernel"]
+    return launch.arguments[f"{name}_desc"], x.data_ptr(), tuple(x.shape), strides_of_a_map(x)
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v"))
+@pytest.mark.parametrize("layout", [*LOADABLE, *COPIED])
+def test_what_tiles_cannot_be_loaded_from_is_copied_and_nothing_else(product_process, name, layout):
+    found, address, (batch, tokens, heads, _), strides = product_process.run(map_of, name, layout)
+    assert found.dims == (128, batch * tokens, heads)
+    if layout in COPIED:
+        assert (found.strides, found.address % 16) == ((256 * heads, 256), 0)
+        assert found.address != address
+    else:
+        walked = [i for i, size in enumerate((batch * tokens, heads)) if size > 1]
+        assert found.address == address
+        assert [found.strides[i] for i in walked] == [strides[i] for i in walked]
+
+
+def strided_bounds():
+    bounds = torch.tensor([0, 7, 100, 7, 300, 7])[::2]
+    arguments = make_arguments(Call(offsets=(0, 100, 300)))
+    arguments[6] = bounds
+    op("sm90_gated_delta_rule_fwd", *arguments)
+    return launches()[0].arguments["cu_words"] != bounds.data_ptr()
+
+
+def test_strided_bounds_are_copied(product_process):
+    assert product_process.run(strided_bounds)
+
+
+def call_with_checked_bounds(wish, call: Call):
+    """The message of a call whose environment has that wish, or how many kernels it launched."""
+    os.environ["FLASHQLA_CHECK_CU_SEQLENS"] = wish
+    try:
+        op("sm90_gated_delta_rule_fwd", *make_arguments(call))
+        return len(launches())
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        del os.environ["FLASHQLA_CHECK_CU_SEQLENS"]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("offsets", [(0, 100, 301), (0, 200, 100, 300), (1, 300), (0, -1, 300)])
+def test_values_of_bounds_are_checked_on_request_only(product_process, offsets, dtype):
+    call, sound = Call(offsets=offsets, offset_dtype=dtype), Call(offsets=(0, 100, 100, 290), offset_dtype=dtype)
+    words = "cu_seqlens must start at 0, never decrease and end within the row of 300 tokens."
+    assert words in product_process.run(call_with_checked_bounds, "1", call)
+    launched = product_process.run(call_with_checked_bounds, "0", call)
+    assert launched > 0 and product_process.run(call_with_checked_bounds, "1", sound) == launched
 
 
 def fail_every_allocation_once(call: Call):

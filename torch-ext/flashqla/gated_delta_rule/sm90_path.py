@@ -1,4 +1,4 @@
-"""The way to the SM90 kernels: rows as their tile loads want them, then one op of the library."""
+"""The way to the SM90 kernels: one op of the library, which copies what their tile loads cannot read."""
 
 from typing import Optional, Tuple
 
@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from .._ops import ops
-from ..library import BASE_ALIGNMENT, aligned, call_op
+from ..library import call_op
 from .plan import PLANS
-
-ROW_ALIGNMENT = 8  # elements of 16 bits in the 16 bytes that a tile load aligns to
 
 
 def forward(
@@ -44,15 +42,11 @@ def call(
     plan: str,
 ) -> Tuple[Tensor, Tensor]:
     """o [B, T, HV, 128] and the final state float32, in the layout of the initial one; no sequences if not asked for."""
-    if initial_state is not None:
-        initial_state = initial_state.contiguous()
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.contiguous()
     return call_op(
         ops.sm90_gated_delta_rule_fwd,
-        _loadable(q),
-        _loadable(k),
-        _loadable(v),
+        q,
+        k,
+        v,
         g,
         beta,
         initial_state,
@@ -83,50 +77,26 @@ def backward(
 
     `do` and `dht` are zero where they are None.
     """
-    wants_dh0 = initial_state is not None
-    if wants_dh0:
-        initial_state = initial_state.contiguous()
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.contiguous()
-    if dht is not None:
-        dht = dht.contiguous()
     dq, dk, dv, dg, dbeta, dh0 = call_op(
         ops.sm90_gated_delta_rule_bwd,
-        _loadable(q),
-        _loadable(k),
-        _loadable(v),
+        q,
+        k,
+        v,
         g,
         beta,
         initial_state,
         cu_seqlens,
-        v.new_zeros(v.shape) if do is None else _loadable(do.to(v.dtype)),
+        v.new_zeros(v.shape) if do is None else _converted(do, v),
         dht,
         scale,
         use_qk_l2norm,
         False,
-        wants_dh0,
+        initial_state is not None,
         PLANS["off" if q.dtype == torch.float16 else plan],  # no GPU has judged segments in float16 yet
     )
-    return dq, dk, dv, dg.to(g.dtype), dbeta.to(beta.dtype), dh0
+    return dq, dk, dv, _converted(dg, g), _converted(dbeta, beta), dh0
 
 
-def _loadable(x: Tensor) -> Tensor:
-    """x [B, T, H, D] itself if tiles can be loaded from it, as from a view of a packed projection; else a copy.
-
-    An expanded tensor, with a stride of 0, is copied: a tensor map describes memory, not repetition. D is a multiple of 8.
-    """
-    if x.shape[1] == 1 < x.shape[0]:  # the batch walks the tokens, and the one token of a row may have any stride
-        x = x.as_strided(x.shape, (x.stride(0), x.stride(0), x.stride(2), x.stride(3)))
-    if x.is_contiguous() and x.data_ptr() % BASE_ALIGNMENT == 0:
-        return x
-    batch, tokens, heads, _ = x.shape
-    batch_stride, token_stride, head_stride, stride = x.stride()
-    if (
-        stride == 1
-        and (heads <= 1 or (head_stride > 0 and head_stride % ROW_ALIGNMENT == 0))
-        and (batch * tokens <= 1 or (token_stride > 0 and token_stride % ROW_ALIGNMENT == 0))
-        and (batch == 1 or batch_stride == tokens * token_stride)
-        and x.data_ptr() % BASE_ALIGNMENT == 0
-    ):
-        return x
-    return aligned(x)
+def _converted(x: Tensor, like: Tensor) -> Tensor:
+    """x in the dtype of `like`; asking first costs half of what `to` does."""
+    return x if x.dtype == like.dtype else x.to(like.dtype)

@@ -64,14 +64,14 @@ struct Arguments {
 
 bool is_bfloat16(const TensorView& tensor) { return tensor.dtype == aoti_torch_dtype_bfloat16(); }
 
-void check_arguments(const Arguments& arguments) {
+void check_arguments(Arguments& arguments) {
   const TensorView &q = arguments.q.view(), &k = arguments.k.view(), &v = arguments.v.view();
   FLASHQLA_CHECK(is_bfloat16(q) || q.dtype == aoti_torch_dtype_float16(),
                  "q is neither bfloat16 nor float16, which the SM90 backward takes; convert q, k and v.");
-  check_token_rows(q, q);
-  check_token_rows(k, q);
-  check_token_rows(v, q);
-  check_token_rows(arguments.do_.view(), q);
+  require_token_rows(arguments.q, q);
+  require_token_rows(arguments.k, q);
+  require_token_rows(arguments.v, q);
+  require_token_rows(arguments.do_, q);
   check_size(k, 2, q.size[2], "q");
   FLASHQLA_CHECK(q.size[2] > 0 && v.size[2] > 0 && v.size[2] % q.size[2] == 0,
                  "v has %lld heads and q has %lld; the value heads must be a positive multiple of the key heads.",
@@ -84,12 +84,13 @@ void check_arguments(const Arguments& arguments) {
                  static_cast<long long>(arguments.segment_chunks));
 }
 
-Sizes read_sizes(const Arguments& arguments) {
+Sizes read_sizes(Arguments& arguments) {
   const TensorView &q = arguments.q.view(), &v = arguments.v.view();
   Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, {}};
   require_int32(sizes.tokens, OP, "the number of tokens");
   if (arguments.cu_seqlens.has_value()) {
-    check_offsets(arguments.cu_seqlens.view(), q, OP);
+    require_offsets(arguments.cu_seqlens, q);
+    check_offset_values(arguments.cu_seqlens, sizes.tokens);
     sizes.sequences = arguments.cu_seqlens.view().size[0] - 1;
   } else {
     sizes.dense_length = static_cast<int32_t>(q.size[1]);
@@ -157,28 +158,48 @@ class Backward {
   }
 
   void launch_kernels() {
+    Workspace workspace;
+    Scratch scratch;
+    add_arrays(workspace, scratch);
+    workspace.allocate();
+    launch_plan_kernel(scratch);
+    launch_factor_kernel(scratch);
+    launch_scan_kernels(scratch);
+    launch_gradient_kernel(scratch);
+  }
+
+  // What one kernel leaves to the next ones, and blocks of the scan to others.
+  struct Scratch {
+    TensorView chunks, segments, bound, rows, norms;
+    TensorView errors, states, dstates, solve, scores;
+    TensorView segment_states, transitions, reach, forgets;
+  };
+
+  void add_arrays(Workspace& workspace, Scratch& scratch) {
     const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
     const int32_t dtype = arguments_.q.view().dtype;
     const int64_t slots = sizes_.slots, v_heads = sizes_.v_heads;
-    NewTensor chunks, segments, rows, norms, bound, solve, scores, errors, states, dstates;
-    chunks.allocate("chunks", {slots, CHUNK_WORDS}, int32, device);
-    segments.allocate("segments", {sizes_.segments.slots, SEGMENT_WORDS}, int32, device);
-    bound.allocate("bound", {slots, v_heads}, float32, device);
-    rows.allocate("row_scales", {slots, v_heads, ROW_VECTORS, CHUNK}, float32, device);
-    norms.allocate("norms", {slots, sizes_.heads, NORM_VECTORS, CHUNK}, float32, device);
-    launch_plan_kernel(chunks.view(), segments.view());
-    errors.allocate("errors", {slots, v_heads, HALVES, CHUNK, VALUE_TILE}, dtype, device);
-    states.allocate("states", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
-    dstates.allocate("dstates", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
-    solve.allocate("solve", {slots, v_heads, CHUNK, CHUNK}, dtype, device);
-    scores.allocate("scores", {slots, v_heads, CHUNK, CHUNK}, dtype, device);
-    launch_factor_kernel(chunks.view(), solve.view(), scores.view(), rows.view(), norms.view(), bound.view());
-    launch_scan_kernels(solve.view(), scores.view(), rows.view(), bound.view(), segments.view(), errors.view(),
-                        states.view(), dstates.view());
-    launch_gradient_kernel(errors.view(), states.view(), dstates.view(), rows.view(), norms.view(), chunks.view());
+    const int64_t cut = sizes_.segments.has_cuts ? sizes_.segments.slots * v_heads : 1;  // maps are made in any case
+    workspace.add(scratch.chunks, "chunks", {slots, CHUNK_WORDS}, int32, device);
+    workspace.add(scratch.segments, "segments", {sizes_.segments.slots, SEGMENT_WORDS}, int32, device);
+    workspace.add(scratch.bound, "bound", {slots, v_heads}, float32, device);
+    workspace.add(scratch.rows, "row_scales", {slots, v_heads, ROW_VECTORS, CHUNK}, float32, device);
+    workspace.add(scratch.norms, "norms", {slots, sizes_.heads, NORM_VECTORS, CHUNK}, float32, device);
+    workspace.add(scratch.errors, "errors", {slots, v_heads, HALVES, CHUNK, VALUE_TILE}, dtype, device);
+    workspace.add(scratch.states, "states", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
+    workspace.add(scratch.dstates, "dstates", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
+    workspace.add(scratch.solve, "solve", {slots, v_heads, CHUNK, CHUNK}, dtype, device);
+    workspace.add(scratch.scores, "scores", {slots, v_heads, CHUNK, CHUNK}, dtype, device);
+    workspace.add(scratch.segment_states, "segment_states", {cut, DIRECTIONS, HALVES, VALUE_TILE * STATE_DIM}, float32,
+                  device);
+    workspace.add(scratch.transitions, "transitions", {cut, TRANSITION_PARTS, HALVES, VALUE_TILE, STATE_DIM}, dtype,
+                  device);
+    workspace.add(scratch.reach, "reach", {cut, STATE_DIM}, float32, device);
+    workspace.add(scratch.forgets, "forgets", {cut, DIRECTIONS}, int32, device);
   }
 
-  void launch_plan_kernel(const TensorView& chunks, const TensorView& segments) {
+  void launch_plan_kernel(const Scratch& scratch) {
+    const TensorView& segments = scratch.segments;
     const int32_t int32 = aoti_torch_dtype_int32();
     const bool is_packed = arguments_.cu_seqlens.has_value();
     const TensorView& offsets = arguments_.cu_seqlens.view();
@@ -188,38 +209,26 @@ class Backward {
             ? contiguous_view("cu_seqlens", offsets.data, int32, offsets.device, {offsets.size[0] * words_per_entry})
             : contiguous_view("cu_seqlens", segments.data, int32, segments.device, {segments.element_count()});
     const int64_t key_words = sizes_.heads * STATE_DIM / 2, value_words = sizes_.v_heads * STATE_DIM / 2;
-    launch_backward_plan(scope_, words, chunks, segments, as_words(dq_, key_words), as_words(dk_, key_words),
+    launch_backward_plan(scope_, words, scratch.chunks, segments, as_words(dq_, key_words), as_words(dk_, key_words),
                          as_words(dv_, value_words), as_words(dg_, sizes_.v_heads), as_words(dbeta_, sizes_.v_heads),
                          words_per_entry, sizes_.dense_length, static_cast<int32_t>(sizes_.sequences),
                          static_cast<int32_t>(sizes_.segments.chunks));
   }
 
-  void launch_factor_kernel(const TensorView& chunks, const TensorView& solve, const TensorView& scores,
-                            const TensorView& rows, const TensorView& norms, const TensorView& bound) {
+  void launch_factor_kernel(const Scratch& scratch) {
     NewTensor g_copy, beta_copy;
     const TensorView g = as_gate(as_contiguous_float32(arguments_.g, g_copy));
     const TensorView beta = as_gate(as_contiguous_float32(arguments_.beta, beta_copy));
     const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_factor_bf16 : launch_backward_factor_fp16;
-    launch(scope_, q(), k(), g, beta, chunks, solve, scores, rows, norms, bound, static_cast<float>(arguments_.scale),
-           arguments_.use_l2norm, sizes_.segments.has_cuts);
+    launch(scope_, q(), k(), g, beta, scratch.chunks, scratch.solve, scratch.scores, scratch.rows, scratch.norms,
+           scratch.bound, static_cast<float>(arguments_.scale), arguments_.use_l2norm, sizes_.segments.has_cuts);
   }
 
   // With cuts first the blocks that make states and transitions of segments, then those that write outputs.
-  void launch_scan_kernels(const TensorView& solve, const TensorView& scores, const TensorView& rows,
-                           const TensorView& bound, const TensorView& segments, const TensorView& errors,
-                           const TensorView& states, const TensorView& dstates) {
-    const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
+  void launch_scan_kernels(const Scratch& scratch) {
     const int64_t parts = sizes_.segments.slots * sizes_.v_heads;
-    const int64_t cut = sizes_.segments.has_cuts ? parts : 1;  // a map of `transitions` is made in any case
     NewTensor initial_copy, dfinal_copy;
-    Workspace workspace;
-    TensorView segment_states, transitions, reach, forgets;
-    workspace.add(segment_states, "segment_states", {cut, DIRECTIONS, HALVES, VALUE_TILE * STATE_DIM}, float32, device);
-    workspace.add(transitions, "transitions", {cut, TRANSITION_PARTS, HALVES, VALUE_TILE, STATE_DIM}, q().dtype, device);
-    workspace.add(reach, "reach", {cut, STATE_DIM}, float32, device);
-    workspace.add(forgets, "forgets", {cut, DIRECTIONS}, int32, device);
-    workspace.allocate();
-    void* const unused = rows.data;  // any valid address: the kernel neither reads nor writes it
+    void* const unused = scratch.rows.data;  // any valid address: the kernel neither reads nor writes it
     const bool has_initial = arguments_.initial_state.has_value(), has_dfinal = arguments_.dht.has_value();
     void* const initial = has_initial ? as_contiguous_float32(arguments_.initial_state, initial_copy).data : unused;
     void* const dfinal = has_dfinal ? as_contiguous_float32(arguments_.dht, dfinal_copy).data : unused;
@@ -229,20 +238,21 @@ class Backward {
     for (const bool makes_states : launches) {
       if (makes_states && !sizes_.segments.has_cuts) continue;
       const int64_t blocks = parts * HALVES * (makes_states ? MAKERS : DIRECTIONS);
-      launch(scope_, q(), k(), as_token_rows(arguments_.v.view()), as_token_rows(arguments_.do_.view()), solve, scores,
-             rows, bound, segments, as_states("initial_state", initial), as_states("dht", dfinal), segment_states,
-             transitions, reach, forgets, errors, states, dstates, as_token_rows(dv_.view()),
-             as_states("dh0", dinitial), has_initial, has_dfinal, arguments_.output_dinitial, arguments_.state_v_first,
+      launch(scope_, q(), k(), as_token_rows(arguments_.v.view()), as_token_rows(arguments_.do_.view()), scratch.solve,
+             scratch.scores, scratch.rows, scratch.bound, scratch.segments, as_states("initial_state", initial),
+             as_states("dht", dfinal), scratch.segment_states, scratch.transitions, scratch.reach, scratch.forgets,
+             scratch.errors, scratch.states, scratch.dstates, as_token_rows(dv_.view()), as_states("dh0", dinitial),
+             has_initial, has_dfinal, arguments_.output_dinitial, arguments_.state_v_first,
              static_cast<int32_t>(sizes_.segments.chunks), makes_states, static_cast<int32_t>(blocks));
     }
   }
 
-  void launch_gradient_kernel(const TensorView& errors, const TensorView& states, const TensorView& dstates,
-                              const TensorView& rows, const TensorView& norms, const TensorView& chunks) {
+  void launch_gradient_kernel(const Scratch& scratch) {
     const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_gradients_bf16 : launch_backward_gradients_fp16;
-    launch(scope_, q(), k(), as_token_rows(arguments_.do_.view()), as_token_rows(dv_.view()), errors, states, dstates,
-           rows, norms, chunks, as_token_rows(dq_.view()), as_token_rows(dk_.view()), as_gate(dg_.view()),
-           as_gate(dbeta_.view()), static_cast<float>(arguments_.scale), arguments_.use_l2norm);
+    launch(scope_, q(), k(), as_token_rows(arguments_.do_.view()), as_token_rows(dv_.view()), scratch.errors,
+           scratch.states, scratch.dstates, scratch.rows, scratch.norms, scratch.chunks, as_token_rows(dq_.view()),
+           as_token_rows(dk_.view()), as_gate(dg_.view()), as_gate(dbeta_.view()), static_cast<float>(arguments_.scale),
+           arguments_.use_l2norm);
   }
 
   TensorView q() const { return as_token_rows(arguments_.q.view()); }
@@ -272,7 +282,7 @@ class Backward {
 };
 
 void run(StableIValue* stack, uint64_t, uint64_t) {
-  const Arguments arguments(stack);
+  Arguments arguments(stack);
   check_arguments(arguments);
   Backward backward(arguments, read_sizes(arguments));
   backward.run();

@@ -1,12 +1,15 @@
 // What an op of the gated delta rule demands of its tensors, in one sentence each.
 #pragma once
 
+#include <stdlib.h>
+#include <string.h>
+
 #include "../runtime/tensor.h"
 
 namespace flashqla {
 
 constexpr int64_t STATE_DIM = 128;      // K = V
-constexpr int64_t TMA_ROW_ELEMENTS = 8;  // of 16 bits, that make TMA's 16 bytes
+constexpr int64_t TMA_ALIGNMENT = 16, TMA_ROW_ELEMENTS = 8;  // bytes, and elements of 16 bits that make them
 
 inline void check_size(const TensorView& tensor, int axis, int64_t expected, const char* like) {
   FLASHQLA_CHECK(tensor.size[axis] == expected, "%s.shape[%d] is %lld and %s gives %lld; pass tensors of one batch.",
@@ -18,8 +21,22 @@ inline void check_same_device(const TensorView& tensor, const TensorView& q) {
                  tensor.device, q.device);
 }
 
-// q, k, v and do: [B, T, heads, 128] with contiguous rows, aligned for TMA, the batch one run of tokens.
-inline void check_token_rows(const TensorView& tensor, const TensorView& q) {
+// From one token to the next. The one token of a row may have any stride, and the batch walks the tokens.
+inline int64_t token_stride(const TensorView& tensor) { return tensor.stride[tensor.size[1] == 1 ? 0 : 1]; }
+
+// Whether tiles can be loaded from [B, T, heads, 128]: contiguous rows, aligned for TMA, the batch one run of tokens. An
+// expanded tensor, with a stride of 0, does not do: a tensor map describes memory, not repetition.
+inline bool is_loadable(const TensorView& tensor) {
+  const auto is_step = [](int64_t stride) { return stride > 0 && stride % TMA_ROW_ELEMENTS == 0; };
+  const int64_t batch = tensor.size[0], tokens = tensor.size[1];
+  return tensor.stride[3] == 1 && reinterpret_cast<uintptr_t>(tensor.data) % TMA_ALIGNMENT == 0 &&
+         (tensor.size[2] == 1 || is_step(tensor.stride[2])) && (batch * tokens == 1 || is_step(token_stride(tensor))) &&
+         (batch == 1 || tokens == 1 || tensor.stride[0] == tokens * tensor.stride[1]);
+}
+
+// q, k, v and do: [B, T, heads, 128]. What tiles cannot be loaded from, a copy takes its place.
+inline void require_token_rows(ArgumentTensor& argument, const TensorView& q) {
+  const TensorView& tensor = argument.view();
   check_same_device(tensor, q);
   FLASHQLA_CHECK(tensor.rank == 4, "%s has %d dimensions and must have 4, [B, T, heads, 128].", tensor.name,
                  tensor.rank);
@@ -30,17 +47,7 @@ inline void check_token_rows(const TensorView& tensor, const TensorView& q) {
                  tensor.name, static_cast<long long>(tensor.size[3]));
   check_size(tensor, 0, q.size[0], "q");
   check_size(tensor, 1, q.size[1], "q");
-  if (tensor.element_count() == 0) return;
-  const bool rows_are_contiguous = tensor.stride[3] == 1;
-  const bool is_aligned = (tensor.size[2] == 1 || tensor.stride[2] % TMA_ROW_ELEMENTS == 0) &&
-                          (tensor.size[0] * tensor.size[1] == 1 || tensor.stride[1] % TMA_ROW_ELEMENTS == 0);
-  const bool is_one_run = tensor.size[0] == 1 || tensor.stride[0] == tensor.size[1] * tensor.stride[1];
-  FLASHQLA_CHECK(
-      rows_are_contiguous && is_aligned && is_one_run,
-      "%s has strides (%lld, %lld, %lld, %lld) and the SM90 kernels need the last to be 1, the others multiples "
-      "of 8, and the first T times the second; pass %s.contiguous().",
-      tensor.name, static_cast<long long>(tensor.stride[0]), static_cast<long long>(tensor.stride[1]),
-      static_cast<long long>(tensor.stride[2]), static_cast<long long>(tensor.stride[3]), tensor.name);
+  if (tensor.element_count() > 0 && !is_loadable(tensor)) argument.make_contiguous();
 }
 
 inline void check_floating(const TensorView& tensor) {
@@ -68,17 +75,37 @@ inline void check_states(const TensorView& tensor, const TensorView& q, int64_t 
   for (int axis = 0; axis < 4; axis++) check_size(tensor, axis, expected[axis], "the batch");
 }
 
-// cu_seqlens: [N + 1] int32 or int64, contiguous.
-inline void check_offsets(const TensorView& offsets, const TensorView& q, const char* op) {
+// cu_seqlens: [N + 1] int32 or int64.
+inline void require_offsets(ArgumentTensor& argument, const TensorView& q) {
+  const TensorView& offsets = argument.view();
   check_same_device(offsets, q);
   FLASHQLA_CHECK(offsets.dtype == aoti_torch_dtype_int32() || offsets.dtype == aoti_torch_dtype_int64(),
                  "cu_seqlens must be int32 or int64; convert it.");
   FLASHQLA_CHECK(offsets.rank == 1 && offsets.size[0] >= 1,
                  "cu_seqlens must be one-dimensional with N + 1 entries, the first 0; see the documentation.");
-  require_stride(offsets, op, 0, 1);
   FLASHQLA_CHECK(q.size[0] == 1,
                  "q has batch size %lld and cu_seqlens packs all sequences into one; flatten to [1, T, ...].",
                  static_cast<long long>(q.size[0]));
+  if (!offsets.is_contiguous()) argument.make_contiguous();
+}
+
+// What no launch can refuse, on request only, since looking at the values waits for the GPU: that the bounds start at 0,
+// never decrease and end within the row. The caller has the sentence (flashqla/checks.py).
+inline void check_offset_values(const ArgumentTensor& offsets, int64_t tokens) {
+  const char* const wish = getenv("FLASHQLA_CHECK_CU_SEQLENS");
+  if (wish == nullptr || strcmp(wish, "1") != 0) return;
+  NewTensor copy;
+  copy.allocate_on_host(offsets.view());
+  copy.fetch_from(offsets.handle());
+  const bool is_wide = copy.view().dtype == aoti_torch_dtype_int64();
+  int64_t last = 0;
+  for (int64_t n = 0; n < copy.view().size[0]; n++) {
+    const int64_t bound = is_wide ? static_cast<int64_t*>(copy.view().data)[n] : static_cast<int32_t*>(copy.view().data)[n];
+    FLASHQLA_CHECK(bound >= last && bound <= tokens && (n > 0 || bound == 0),
+                   "cu_seqlens must start at 0, never decrease and end within the row of %lld tokens.",
+                   static_cast<long long>(tokens));
+    last = bound;
+  }
 }
 
 // [B, T, heads, 128] -> [B * T, heads, 128].
@@ -87,7 +114,8 @@ inline TensorView as_token_rows(const TensorView& tensor) {
   view.rank = 3;
   view.size[0] = tensor.size[0] * tensor.size[1];
   for (int axis = 1; axis < 3; axis++) view.size[axis] = tensor.size[axis + 1];
-  for (int axis = 0; axis < 3; axis++) view.stride[axis] = tensor.stride[axis + 1];
+  view.stride[0] = token_stride(tensor);
+  for (int axis = 1; axis < 3; axis++) view.stride[axis] = tensor.stride[axis + 1];
   return view;
 }
 

@@ -53,13 +53,13 @@ struct Arguments {
   }
 };
 
-void check_arguments(const Arguments& arguments) {
+void check_arguments(Arguments& arguments) {
   const TensorView &q = arguments.q.view(), &k = arguments.k.view(), &v = arguments.v.view();
   FLASHQLA_CHECK(q.dtype == aoti_torch_dtype_bfloat16() || q.dtype == aoti_torch_dtype_float16(),
                  "q is neither bfloat16 nor float16, which the SM90 kernels take; convert q, k and v.");
-  check_token_rows(q, q);
-  check_token_rows(k, q);
-  check_token_rows(v, q);
+  require_token_rows(arguments.q, q);
+  require_token_rows(arguments.k, q);
+  require_token_rows(arguments.v, q);
   check_size(k, 2, q.size[2], "q");
   FLASHQLA_CHECK(q.size[2] > 0 && v.size[2] > 0 && v.size[2] % q.size[2] == 0,
                  "v has %lld heads and q has %lld; the value heads must be a positive multiple of the key heads.",
@@ -71,14 +71,14 @@ void check_arguments(const Arguments& arguments) {
                  static_cast<long long>(arguments.segment_chunks));
 }
 
-Sizes read_sizes(const Arguments& arguments) {
+Sizes read_sizes(Arguments& arguments) {
   const TensorView &q = arguments.q.view(), &v = arguments.v.view();
   Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, {}};
   require_int32(sizes.tokens, "the SM90 forward", "the number of tokens");
   if (arguments.cu_seqlens.has_value()) {
-    const TensorView& offsets = arguments.cu_seqlens.view();
-    check_offsets(offsets, q, "the SM90 forward");
-    sizes.sequences = offsets.size[0] - 1;
+    require_offsets(arguments.cu_seqlens, q);
+    check_offset_values(arguments.cu_seqlens, sizes.tokens);
+    sizes.sequences = arguments.cu_seqlens.view().size[0] - 1;
   } else {
     sizes.dense_length = static_cast<int32_t>(q.size[1]);
   }
@@ -236,7 +236,7 @@ class Forward {
 };
 
 void run(StableIValue* stack, uint64_t, uint64_t) {
-  const Arguments arguments(stack);
+  Arguments arguments(stack);
   check_arguments(arguments);
   Forward forward(arguments, read_sizes(arguments));
   forward.run();

@@ -1,5 +1,7 @@
 #include "segment_plan.h"
 
+#include <string.h>
+
 namespace flashqla {
 namespace {
 
@@ -116,6 +118,17 @@ SegmentPlan cut(int64_t chunks, int64_t tokens, int64_t sequences, bool apart) {
   return {chunks, tokens / length + sequences, (tokens - 1) / length, chunks, true, apart};
 }
 
+SegmentPlan find_plan(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences, int64_t heads,
+                      int64_t sms) {
+  const int64_t whole = divide_up(longest, CHUNK) > 0 ? divide_up(longest, CHUNK) : 1;
+  int64_t chunks = segment_chunks;
+  const bool empty = sequences == 0 || tokens == 0;
+  if (chunks == 0 && !empty) chunks = best_length(tokens, longest, sequences, heads, sms);
+  if (empty || chunks >= whole) return uncut(tokens, sequences);
+  const Estimate times = estimate(mean_chunks(tokens, sequences), chunks, sequences, heads, sms, EXPECTED_LINKED);
+  return cut(chunks, tokens, sequences, times.apart < times.together);
+}
+
 }  // namespace
 
 SegmentPlan plan_backward_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences,
@@ -138,13 +151,18 @@ SegmentPlan plan_backward_segments(int64_t segment_chunks, int64_t tokens, int64
 
 SegmentPlan plan_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences, int64_t heads,
                           int64_t sms) {
-  const int64_t whole = divide_up(longest, CHUNK) > 0 ? divide_up(longest, CHUNK) : 1;
-  int64_t chunks = segment_chunks;
-  const bool empty = sequences == 0 || tokens == 0;
-  if (chunks == 0 && !empty) chunks = best_length(tokens, longest, sequences, heads, sms);
-  if (empty || chunks >= whole) return uncut(tokens, sequences);
-  const Estimate times = estimate(mean_chunks(tokens, sequences), chunks, sequences, heads, sms, EXPECTED_LINKED);
-  return cut(chunks, tokens, sequences, times.apart < times.together);
+  // The search takes about a microsecond for a long sequence, and the layers of a model all ask the same.
+  struct Answered {
+    int64_t question[6];
+    SegmentPlan plan;
+  };
+  static thread_local Answered last{{-1}, {}};
+  const int64_t question[] = {segment_chunks, tokens, longest, sequences, heads, sms};
+  if (memcmp(last.question, question, sizeof question) != 0) {
+    memcpy(last.question, question, sizeof question);
+    last.plan = find_plan(segment_chunks, tokens, longest, sequences, heads, sms);
+  }
+  return last.plan;
 }
 
 }  // namespace flashqla

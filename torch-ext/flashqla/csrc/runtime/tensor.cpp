@@ -99,14 +99,23 @@ void ArgumentTensor::read(const char* name) {
   if (has_value()) view_ = read_view(handle_, name);
 }
 
+void ArgumentTensor::make_contiguous() {
+  NewTensor copy;
+  copy.allocate_like(view_, view_.dtype);
+  copy.copy_from(handle_);
+  release();
+  view_ = copy.view();
+  take(copy.hand_over());
+}
+
 void ArgumentTensor::release() {
   if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
   handle_ = nullptr;
 }
 
-void NewTensor::allocate(const TensorView& layout) {
-  FLASHQLA_CHECK(aoti_torch_empty_strided(layout.rank, layout.size, layout.stride, layout.dtype,
-                                          aoti_torch_device_type_cuda(), layout.device, &handle_) == 0,
+void NewTensor::allocate(const TensorView& layout, int32_t device_type) {
+  FLASHQLA_CHECK(aoti_torch_empty_strided(layout.rank, layout.size, layout.stride, layout.dtype, device_type,
+                                          layout.device, &handle_) == 0,
                  "PyTorch could not allocate %s with %lld elements of %s on device %d, most likely for lack of memory; "
                  "free memory or split the call.",
                  layout.name, static_cast<long long>(layout.element_count()), dtype_name(layout.dtype), layout.device);
@@ -118,9 +127,17 @@ void NewTensor::allocate_like(const TensorView& other, int32_t dtype) {
   allocate(contiguous_view(other.name, nullptr, dtype, other.device, other.rank, other.size));
 }
 
+void NewTensor::allocate_on_host(const TensorView& other) {
+  constexpr int32_t HOST = 0;
+  allocate(contiguous_view(other.name, nullptr, other.dtype, HOST, other.rank, other.size),
+           aoti_torch_device_type_cpu());
+}
+
 void NewTensor::fill_zero() { FLASHQLA_TORCH(aoti_torch_zero_(handle_)); }
 
 void NewTensor::copy_from(AtenTensorHandle source) { FLASHQLA_TORCH(aoti_torch_copy_(handle_, source, 1)); }
+
+void NewTensor::fetch_from(AtenTensorHandle source) { FLASHQLA_TORCH(aoti_torch_copy_(handle_, source, 0)); }
 
 StableIValue NewTensor::hand_over() {
   StableIValue value = 0;

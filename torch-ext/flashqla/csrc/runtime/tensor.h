@@ -44,6 +44,9 @@ class ArgumentTensor : public Owned {
   // Reads the view. Fails when the tensor is not on a CUDA device or has more than MAX_RANK dimensions.
   void read(const char* name);
 
+  // Puts a contiguous copy, made on the current stream, in the place of the tensor.
+  void make_contiguous();
+
   bool has_value() const { return handle_ != nullptr; }
   AtenTensorHandle handle() const { return handle_; }
   const TensorView& view() const { return view_; }  // once read
@@ -56,7 +59,7 @@ class ArgumentTensor : public Owned {
   TensorView view_;
 };
 
-// A new contiguous tensor on a CUDA device: a result or a workspace.
+// A new contiguous tensor on a CUDA device: a result, a copy or a workspace.
 class NewTensor : public Owned {
  public:
   ~NewTensor() { release(); }
@@ -66,8 +69,10 @@ class NewTensor : public Owned {
     allocate(contiguous_view(name, nullptr, dtype, device, sizes));
   }
   void allocate_like(const TensorView& other, int32_t dtype);  // same name, sizes and device
+  void allocate_on_host(const TensorView& other);              // same name, sizes and dtype
   void fill_zero();
   void copy_from(AtenTensorHandle source);  // with conversion of dtype and layout, on the current stream
+  void fetch_from(AtenTensorHandle source);  // the same, and waits for it
 
   const TensorView& view() const { return view_; }
   StableIValue hand_over();  // to the dispatcher, as a result
@@ -76,7 +81,8 @@ class NewTensor : public Owned {
   void release() override;
 
  private:
-  void allocate(const TensorView& layout);
+  void allocate(const TensorView& layout) { allocate(layout, aoti_torch_device_type_cuda()); }
+  void allocate(const TensorView& layout, int32_t device_type);
 
   AtenTensorHandle handle_ = nullptr;
   TensorView view_;

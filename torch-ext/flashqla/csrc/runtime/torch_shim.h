@@ -24,6 +24,7 @@ using BoxedFunction = void (*)(StableIValue* stack, uint64_t argument_count, uin
 extern "C" {
 void aoti_torch_check(bool condition, const char* function, const char* file, uint32_t line, const char* message);
 
+int32_t aoti_torch_device_type_cpu();
 int32_t aoti_torch_device_type_cuda();
 int32_t aoti_torch_dtype_bfloat16();
 int32_t aoti_torch_dtype_float16();
