@@ -218,6 +218,7 @@ def test_report_of_a_run_is_that_of_its_last_step(run, tmp_path, monkeypatch):
     assert run("--no-save-model").exit_code == 0 and seen == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_comparisons_made_apart_are_joined(run, tmp_path):
     """This kernel's run and one comparison in one folder, another comparison alone in a second one."""
     assert run("--output", "one", "--compare", "plain:3", "--no-save-model").exit_code == 0
@@ -239,6 +240,7 @@ def test_comparisons_made_apart_are_joined(run, tmp_path):
     assert other.exit_code == 1 and "seed is 0 in the run of flashqla and 1 in that of plain" in other.output
 
 
+@pytest.mark.slow
 def test_packed_rows_are_compared_with_documents_one_at_a_time(run, tmp_path, documents):
     """By this kernel and by plain transformers, which cannot pack them; unbroken text would give other losses."""
     options = ["--packed", "--seq-len", "128", "--held-out", "1", "--no-save-model", documents]
