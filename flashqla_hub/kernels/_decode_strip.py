@@ -187,32 +187,33 @@ def read_state(layout, t):
 
 @T.macro
 def sum_over_warps(layout, t, parts, thread, warp, lane):
-    """Adds what the warps have read, in their order: a thread adds one number of all warps, then everybody takes the sums."""
-    width, threads = layout.values_of_block, layout.warps * WARP
+    """Adds what pairs of groups give, in their order: a thread adds one number of all pairs, then everybody takes the sums."""
+    width, threads, lanes = layout.values_of_block, layout.warps * WARP, layout.run * layout.lanes_of_pair
     count = 2 * width + PRODUCTS
-    total = T.alloc_var("float32")
-    if lane < layout.run:
+    total, pair = T.alloc_var("float32"), T.alloc_var("int32")
+    pair = thread // lanes
+    if lane % lanes < layout.run:
         for e in T.vectorized(layout.values):
-            parts[warp, layout.first_value(0, warp, lane) + e] = t.read_k[e]
+            parts[pair, layout.first_value(0, warp, lane) + e] = t.read_k[e]
         for e in T.vectorized(layout.values):
-            parts[warp, width + layout.first_value(0, warp, lane) + e] = t.read_q[e]
-    if lane == 0:
+            parts[pair, width + layout.first_value(0, warp, lane) + e] = t.read_q[e]
+    if lane % lanes == 0:
         for e in T.unroll(PRODUCTS):
-            parts[warp, 2 * width + e] = t.products[e]
+            parts[pair, 2 * width + e] = t.products[e]
     T.sync_threads()
     for turn in T.unroll((count + threads - 1) // threads):
         if turn * threads + thread < count:
             total = parts[0, turn * threads + thread]
-            for part in T.unroll(1, layout.warps):
-                total += parts[part, turn * threads + thread]
-            parts[layout.warps, turn * threads + thread] = total
+            for other in T.unroll(1, layout.pairs):
+                total += parts[other, turn * threads + thread]
+            parts[layout.pairs, turn * threads + thread] = total
     T.sync_threads()
     for e in T.vectorized(layout.values):
-        t.read_k[e] = parts[layout.warps, layout.first_value(0, warp, lane) + e]
+        t.read_k[e] = parts[layout.pairs, layout.first_value(0, warp, lane) + e]
     for e in T.vectorized(layout.values):
-        t.read_q[e] = parts[layout.warps, width + layout.first_value(0, warp, lane) + e]
+        t.read_q[e] = parts[layout.pairs, width + layout.first_value(0, warp, lane) + e]
     for e in T.unroll(PRODUCTS):
-        t.products[e] = parts[layout.warps, 2 * width + e]
+        t.products[e] = parts[layout.pairs, 2 * width + e]
 
 
 @T.macro

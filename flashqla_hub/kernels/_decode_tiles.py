@@ -2,11 +2,11 @@
 
 `run` lanes side by side read one run of a row, and the other lanes of the warp read other rows. Where rows are values
 ([V, K]), a warp has whole rows, and a block the rows of some values. Where rows are keys ([K, V]), all warps of a block share the
-keys of its values and meet twice a token: a block has whole rows and so a whole head, or where there are few heads to do, a part
-of its values (docs/design/2026-11-29-around-the-recurrence.md has the times).
+keys of its values and meet twice a token: a block has half of the values, or where there are few heads to do, a quarter
+(docs/design/2026-11-29-around-the-recurrence.md has the times).
 
-However a [K, V] head is cut, the sums over its keys are the same to the bit: GROUP keys one after the other, the two groups of a
-warp, and the warps in their order.
+However a [K, V] head is cut, the sums over its keys are the same to the bit: GROUP keys one after the other, then two groups
+side by side, and these pairs in their order.
 
 `number(key, value)` is where a thread holds the state of its `key`-th key and `value`-th value.
 """
@@ -74,8 +74,20 @@ class DecodeLayout:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Distances of the lanes that hold other keys of the same values."""
+        """Distances of the lanes that add what they have read: of all keys, or of the other group of a pair."""
+        if not self.v_first:
+            return (self.run,) if self.lanes_of_pair > 1 else ()
         return tuple(step for step in (1, 2, 4, 8, 16) if (step < self.run) == self.v_first)
+
+    @property
+    def lanes_of_pair(self) -> int:
+        """Threads of [K, V] that share a pair of groups of keys."""
+        return 2 * GROUP // self.keys
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of groups of [K, V], whose sums are added in shared memory."""
+        return HEAD_DIM // (2 * GROUP)
 
     @property
     def lines(self) -> int:
@@ -124,7 +136,7 @@ class DecodeLayout:
 KV, VK = False, True
 
 DECODE_LAYOUTS = {
-    "kv_f32": DecodeLayout(KV, "float32", warps=8, run=32, columns=4, values=4, blocks_per_sm=2, orders_ahead=False),
+    "kv_f32": DecodeLayout(KV, "float32", warps=4, run=16, columns=4, values=4, blocks_per_sm=4, orders_ahead=False),
     "kv_f32_few": DecodeLayout(
         KV, "float32", warps=8, run=16, columns=2, values=2, blocks_per_sm=2, orders_ahead=False
     ),
@@ -132,4 +144,4 @@ DECODE_LAYOUTS = {
     "vk_f32": DecodeLayout(VK, "float32", warps=4, run=8, columns=4, values=2, blocks_per_sm=6, orders_ahead=False),
     "vk_bf16": DecodeLayout(VK, "bfloat16", warps=4, run=8, columns=8, values=4, blocks_per_sm=3, orders_ahead=True),
 }
-"""Kernels by the end of their names; `few` is for so few heads that parts of them, side by side, are sooner done."""
+"""Kernels by the end of their names; `few` is for so few heads that smaller parts of them, side by side, are sooner done."""

@@ -116,7 +116,7 @@ def build_decode(dtype, layout):
             warp, lane = thread // WARP, thread % WARP
             T.import_source(DEVICE_CODE)
             if layout.key_warps > 1:
-                parts = T.alloc_shared((layout.warps + 1, 2 * layout.values_of_block + PRODUCTS + 1), "float32")
+                parts = T.alloc_shared((layout.pairs + 1, 2 * layout.values_of_block + PRODUCTS + 1), "float32")
             t = Strip(layout, dtype)
             gate_raw, beta_raw, rate_raw, bias_raw = Number(dtype), Number(dtype), Number(dtype), Number(dtype)
             tile, head, sequence, key_head = (T.alloc_var("int32") for _ in range(4))

@@ -69,7 +69,8 @@ def test_the_threads_that_exchange_sums_hold_all_keys_of_the_same_values(layout)
     lanes = {0}
     for step in layout.steps:
         lanes |= {lane ^ step for lane in lanes}
-    threads_of = [(warp, lane) for warp in range(layout.key_warps) for lane in lanes]
+    starts = [0] if layout.v_first else range(0, layout.warps * WARP, layout.run * layout.lanes_of_pair)
+    threads_of = [divmod(start + lane, WARP) for start in starts for lane in lanes]
     assert len({layout.first_value(0, *thread) for thread in threads_of}) == 1
     assert sorted(key for thread in threads_of for key in keys_of(layout, *thread)) == list(range(HEAD_DIM))
 
@@ -105,12 +106,15 @@ def test_the_lines_of_a_block_are_those_that_its_threads_read(layout):
 
 
 def test_sums_over_keys_have_one_order_however_a_head_is_cut():
-    """Eight keys in a row, then the two halves of a warp's sixteen, then the warps."""
+    """Eight keys in a row, then two groups of them side by side, then these pairs."""
     for layout in DECODE_LAYOUTS.values():
         if layout.v_first:
             continue
-        for warp in range(layout.warps):
-            halves = [keys_of(layout, warp, lane) for lane in (0, *layout.steps)]
-            groups = [keys[i : i + GROUP] for keys in halves for i in range(0, len(keys), GROUP)]
-            first = 2 * GROUP * warp
+        lanes_of_pair = [0, *layout.steps]
+        starts = range(0, layout.warps * WARP, layout.run * layout.lanes_of_pair)
+        assert len(starts) == layout.pairs
+        for pair, start in enumerate(starts):
+            keys = [keys_of(layout, *divmod(start + lane, WARP)) for lane in lanes_of_pair]
+            groups = [some[i : i + GROUP] for some in keys for i in range(0, len(some), GROUP)]
+            first = 2 * GROUP * pair
             assert groups == [[*range(first, first + GROUP)], [*range(first + GROUP, first + 2 * GROUP)]]

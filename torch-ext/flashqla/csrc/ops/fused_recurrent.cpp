@@ -9,8 +9,9 @@ namespace {
 
 constexpr int64_t HEAD_DIM = 128;  // K = V
 constexpr int32_t NO_DENSE_LENGTH = -1;
-constexpr int64_t FEW_HEADS = 64;            // up to as many, a head of [K, V] float32 states is cut in parts
-constexpr int64_t BYTES_AHEAD = 16 << 20;  // of states that are ordered before their turn: about what all blocks hold
+constexpr int64_t FEW_HEADS = 64;  // up to as many, a head of [K, V] float32 states is cut in smaller parts
+// Of states that are ordered before their turn: about what all blocks hold, or half of it where that is faster.
+constexpr int64_t BYTES_AHEAD = 16 << 20, KV_FLOAT32_BYTES_AHEAD = 8 << 20;
 const char* const OP = "the SM90 decode kernel";
 
 struct Arguments {
@@ -166,8 +167,9 @@ class Decode {
 
   // How many sequences ahead a block orders the state of its head; as many begin with an order of their own.
   int32_t ahead(const TensorView& states) const {
-    const int64_t element = states.dtype == aoti_torch_dtype_float32() ? 4 : 2;
-    return static_cast<int32_t>(larger(1, BYTES_AHEAD / (heads_ * HEAD_DIM * HEAD_DIM * element)));
+    const bool is_float32 = states.dtype == aoti_torch_dtype_float32();
+    const int64_t bytes = is_float32 && !arguments_.state_v_first ? KV_FLOAT32_BYTES_AHEAD : BYTES_AHEAD;
+    return static_cast<int32_t>(larger(1, bytes / (heads_ * HEAD_DIM * HEAD_DIM * (is_float32 ? 4 : 2))));
   }
 
   Launch choose(const TensorView& v, const TensorView& states) const {
