@@ -8,7 +8,7 @@ n and p in dg and dweight are rounded as in the forward (`norm.py`); gradients a
 Reads        x g dy [tokens, heads, 128] · weight [128] of that dtype or f32
 Writes       dx dg [tokens, heads, 128] · parts [blocks, 128] f32, a block's share of dweight, for `partial_sums.py`
 
-Threads      half a warp a row, 16 bytes a thread, TURNS times 16 rows at a time; block b takes groups b, b + blocks, ...
+Threads      half a warp a row, 16 bytes a thread, TURNS times 8 rows at a time; block b takes groups b, b + blocks, ...
 """
 
 import tilelang.language as T
@@ -16,8 +16,6 @@ import tilelang.language as T
 from ._rows import (
     EIGHT,
     LANES,
-    ROWS_PER_TURN,
-    THREADS,
     Weight,
     inverse_root,
     load_row,
@@ -26,11 +24,13 @@ from ._rows import (
     store_row,
     sum_over_row,
 )
-from ._sm90 import HEAD_DIM
+from ._sm90 import HEAD_DIM, WARP
 
+THREADS = 4 * WARP
+ROWS_PER_TURN = THREADS // LANES
 TURNS = 3
 ROWS = TURNS * ROWS_PER_TURN
-BLOCKS_PER_SM = 2
+BLOCKS_PER_SM = 4
 
 
 @T.macro

@@ -7,7 +7,7 @@ from fake_gpu import launches, op, torch_fake
 B, T, H, D = 2, 50, 3, 128
 ROWS = B * T * H
 ROWS_OF_A_BLOCK = 64
-ROWS_OF_A_PART = 48
+ROWS_OF_A_PART = 24
 MAX_PARTS = 528
 
 

@@ -7,8 +7,8 @@ namespace flashqla {
 namespace {
 
 constexpr int64_t DIM = 128;
-constexpr int64_t ROWS_PER_PART = 48;   // of a turn of the backward kernel
-constexpr int64_t MAX_PARTS = 4 * SMS;  // twice its blocks that fit at once
+constexpr int64_t ROWS_PER_PART = 24;   // of a turn of the backward kernel
+constexpr int64_t MAX_PARTS = 4 * SMS;  // its blocks that fit at once
 
 struct Norm {
   TensorView x, g;  // [tokens, heads, 128]
