@@ -420,8 +420,11 @@ def test_a_rate_is_that_of_the_fastest_round(monkeypatch):
 
 def test_a_tuner_that_only_compiles_calls_each_candidate_once(monkeypatch):
     testing = types.SimpleNamespace(do_bench=None)
+    tuner = types.SimpleNamespace(Autotuner=types.SimpleNamespace(prune_configs=None))
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(testing=testing))
     monkeypatch.setitem(sys.modules, "triton.testing", testing)
+    monkeypatch.setitem(sys.modules, "triton.runtime", types.SimpleNamespace(autotuner=tuner))
+    monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", tuner)
     worker.tune_nothing()
     called = []
     assert testing.do_bench(lambda: called.append(0), quantiles=(0.5, 0.2, 0.8)) == [0.0, 0.0, 0.0] and called == [0]
