@@ -233,11 +233,14 @@ def main(name: str, task: str, source: str) -> None:
 
 
 def version_of(name: str) -> str | None:
-    """Version of the distribution that an implementation comes from."""
-    try:
-        return metadata.version(DISTRIBUTIONS[name]) if name in DISTRIBUTIONS else None
-    except metadata.PackageNotFoundError:
+    """Version of the distribution that an implementation comes from; of a folder without its metadata, as the module says."""
+    distribution = DISTRIBUTIONS.get(name)
+    if distribution is None:
         return None
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return getattr(sys.modules.get(distribution.replace("-", "_")), "__version__", None)
 
 
 def as_table(records: list[dict]) -> Table:

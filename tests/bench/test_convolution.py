@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -143,3 +144,14 @@ def test_a_peer_that_is_not_installed_is_named_by_its_own_process():
     worker.stop()
     assert [record["op"] for record in records] == list(bench.OPERATIONS)
     assert all(record["skipped"].startswith("not installed: No module named 'causal_conv1d'") for record in records)
+
+
+def test_a_peer_in_a_folder_without_metadata_says_its_version_itself(monkeypatch):
+    monkeypatch.setitem(sys.modules, "causal_conv1d", SimpleNamespace(__version__="1.2.3"))
+    monkeypatch.setattr(bench.metadata, "version", raise_missing)
+    assert bench.version_of("causal-conv1d") == "1.2.3"
+    assert bench.version_of("flashqla") is None
+
+
+def raise_missing(name):
+    raise bench.metadata.PackageNotFoundError(name)
