@@ -1,6 +1,7 @@
 """`python -m flashqla_hub compile`: the specs' kernels as libraries, with a line on what came out of each."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -28,18 +29,24 @@ def compile_command(
     kernel: Annotated[list[str] | None, typer.Option(help="Compile only this kernel and judge it; repeatable.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder of earlier results.")] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Make everything anew; the bytes are the same.")] = False,
+    every_lane: Annotated[
+        bool, typer.Option("--every-lane-arrives", help="Slower kernels that compute-sanitizer's racecheck can follow.")
+    ] = False,
 ) -> None:
     """Compile the TileLang kernels ahead of time: cubins, C++ launchers, one library per CPU, and a manifest."""
     console = Console()
     cache_folder = None if no_cache else cache or default_folder()
     try:
         tools = find_tools()  # before the specs, whose kernels import tilelang
+        from flashqla_hub.kernels._sm90 import every_lane_arrives
         from flashqla_hub.kernels.spec import SPECS
 
-        if kernel:
-            compile_kernels(_choose(SPECS, kernel), tools, Cache(cache_folder), _report_to(console))
-            return
-        product = compile_product(out, namespace or default_namespace(), SPECS, cache_folder, _report_to(console))
+        with every_lane_arrives() if every_lane else nullcontext():
+            if kernel:
+                compile_kernels(_choose(SPECS, kernel), tools, Cache(cache_folder), _report_to(console), not every_lane)
+                return
+            namespace = namespace or default_namespace() + "_every_lane" * every_lane
+            product = compile_product(out, namespace, SPECS, cache_folder, _report_to(console), not every_lane)
     except (CompileError, FileExistsError) as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error

@@ -37,8 +37,11 @@ def compile_kernels(
     tools: Tools,
     cache: Cache,
     report: Callable[[CompiledKernel], None] = lambda kernel: None,
+    judged: bool = True,
 ) -> list[CompiledKernel]:
     """Lowers the specs one after the other, compiles two at a time and reports each kernel that passes its gates.
+
+    With `judged=False` every kernel passes: for kernels that serve a tool and are not shipped.
 
     Raises:
         GateFailure: at least one kernel must not be shipped; all reasons of all kernels, one a line.
@@ -50,7 +53,8 @@ def compile_kernels(
             pending.append((spec, pool.submit(compile_kernel, lower_kernel(spec, tools, cache), tools, cache)))
         for spec, future in pending:
             try:
-                judge_kernel(future.result(), spec.minimum_instructions)
+                if judged:
+                    judge_kernel(future.result(), spec.minimum_instructions)
                 kernels.append(future.result())
                 report(kernels[-1])
             except GateFailure as failure:
@@ -66,12 +70,14 @@ def compile_product(
     specs: Sequence[KernelSpec],
     cache_folder: Path | None,
     report: Callable[[CompiledKernel], None] = lambda kernel: None,
+    judged: bool = True,
 ) -> Product:
     """Writes `<out>/<machine>/<namespace>.so` per CPU and `<out>/manifest.json` in place of an earlier result.
 
     Args:
         namespace: op namespace of the libraries, a Python identifier.
         cache_folder: earlier results, or None to make everything anew; the bytes are the same.
+        judged: see `compile_kernels`.
 
     Raises:
         ToolsMissing, LoweringError, CompilerError, GateFailure: see their docstrings.
@@ -82,7 +88,7 @@ def compile_product(
             f"{out} holds something other than an earlier result of this command; name another folder."
         )
     tools = find_tools()
-    kernels = compile_kernels(specs, tools, Cache(cache_folder), report)
+    kernels = compile_kernels(specs, tools, Cache(cache_folder), report, judged)
     libraries = {machine: _link(tools, machine, namespace, kernels, cache_folder) for machine in MACHINES}
     manifest = {
         "inputs": inputs_digest(),

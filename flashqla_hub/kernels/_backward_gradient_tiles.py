@@ -4,7 +4,7 @@ import tilelang.language as T
 
 from ._backward_scan_tiles import phase, phase_before
 from ._sm90 import BACKWARD_GRADIENTS, CHUNK, HEAD_DIM, NORM_VECTORS, ROW_VECTORS, VALUE_TILE, WARP
-from ._tile import Group
+from ._tile import Group, alloc_barriers
 from .protocol import Barriers as BarrierSlots
 from .protocol import Protocol, arrive, done, read, wait, write
 from .protocol import Tiles as TileSlots
@@ -47,7 +47,7 @@ class Barriers(Group):
 
     def __init__(self):
         for name, arrivals in BACKWARD_GRADIENTS.arrivals.items():
-            setattr(self, name, T.alloc_barrier([arrivals] * BACKWARD_GRADIENTS.barrier_slots[name]))
+            setattr(self, name, alloc_barriers(arrivals, BACKWARD_GRADIENTS.barrier_slots[name]))
 
 
 class GradientRegisters(Group):

@@ -3,7 +3,7 @@
 import tilelang.language as T
 
 from ._sm90 import BACKWARD_SCAN, CHUNK, HEAD_DIM, ITEM_WORDS, ROW_VECTORS, VALUE_TILE
-from ._tile import Group
+from ._tile import Group, alloc_barriers
 from .protocol import Barriers as BarrierSlots
 from .protocol import Protocol, arrive, done, read, wait, write
 from .protocol import Tiles as TileSlots
@@ -34,7 +34,7 @@ class Barriers(Group):
 
     def __init__(self):
         for name, arrivals in BACKWARD_SCAN.arrivals.items():
-            setattr(self, name, T.alloc_barrier([arrivals] * BACKWARD_SCAN.barrier_slots[name]))
+            setattr(self, name, alloc_barriers(arrivals, BACKWARD_SCAN.barrier_slots[name]))
 
 
 class StateRegisters(Group):

@@ -3,7 +3,7 @@
 import tilelang.language as T
 
 from ._sm90 import CHUNK, HALF_CHUNK, HEAD_DIM, ITEM_WORDS, RECURRENCE
-from ._tile import Group
+from ._tile import Group, alloc_barriers
 from .protocol import Barriers as BarrierSlots
 from .protocol import Protocol, arrive, done, read, wait, write
 from .protocol import Tiles as TileSlots
@@ -45,7 +45,7 @@ class Barriers(Group):
 
     def __init__(self):
         for name, arrivals in RECURRENCE.arrivals.items():
-            setattr(self, name, T.alloc_barrier([arrivals] * RECURRENCE.barrier_slots[name]))
+            setattr(self, name, alloc_barriers(arrivals, RECURRENCE.barrier_slots[name]))
 
 
 class StateRegisters(Group):

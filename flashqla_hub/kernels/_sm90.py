@@ -4,6 +4,9 @@ Nothing here imports TileLang: tests compare these numbers with the limits of th
 from here, so that a role that gains a warp changes its barriers in one place.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 WARP = 32
@@ -63,6 +66,28 @@ FACTORED_RANGE = {"bfloat16": 80.0, "float16": 8.0}
 """Largest |log2 decay| between a reference and any token of the chunk, and the chunk's start, for which decay[t, s] is
 split into a factor of t and one of s (`_tile.find_reference`). The factors pass through operands of the given dtype: 2^80
 leaves bfloat16 room for |q||k| up to 2^40 and for values of 2^-40 to 2^40; 2^8 is what float16 has to spare."""
+
+
+_lanes_arriving = ContextVar("lanes_arriving", default=1)
+
+
+@contextmanager
+def every_lane_arrives() -> Iterator[None]:
+    """Kernels built within have each lane of a warp arrive at an mbarrier, where otherwise one arrives for all.
+
+    For tools that follow threads: racecheck does not take the warp barrier before that one lane's arrival for an order
+    of the other lanes' accesses. Nothing else of the kernels changes.
+    """
+    token = _lanes_arriving.set(WARP)
+    try:
+        yield
+    finally:
+        _lanes_arriving.reset(token)
+
+
+def lanes_arriving() -> int:
+    """Arrivals of a warp at an mbarrier, by which the counts of `arrivals` below are multiplied."""
+    return _lanes_arriving.get()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import tilelang
 import tilelang.language as T
 from tvm.script.ir_builder import IRBuilder
 
-from ._sm90 import CHUNK, FACTORED_RANGE, HEAD_DIM, WARP
+from ._sm90 import CHUNK, FACTORED_RANGE, HEAD_DIM, WARP, lanes_arriving
 
 swizzled = tilelang.layout.make_swizzled_layout
 linear = tilelang.layout.make_linear_layout
@@ -32,11 +32,18 @@ def _name(name, value, suffix):
         IRBuilder.name(name + suffix, value)
 
 
+def alloc_barriers(warps, slots=1):
+    """mbarriers of which each completes a phase after `arrive` of so many warps."""
+    return T.alloc_barrier([warps * lanes_arriving()] * slots)
+
+
 @T.macro
 def arrive(barriers, slot, thread):
-    """One arrival a warp, after everything that its lanes did before."""
+    """One arrival a warp, after everything that its lanes did before; one a lane within `every_lane_arrives`."""
     T.sync_warp()
-    if thread % WARP == 0:
+    if lanes_arriving() == WARP:
+        T.barrier_arrive(barriers[slot])
+    elif thread % WARP == 0:
         T.barrier_arrive(barriers[slot])
 
 

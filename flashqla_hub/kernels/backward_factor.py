@@ -57,7 +57,7 @@ from ._sm90 import (
     WARP,
 )
 from ._solve import HALF
-from ._tile import Group, arrive, wait
+from ._tile import Group, alloc_barriers, arrive, wait
 from .factor import EIGHT, LINES, LOG2_E, clear_above, load_gates, meet, place_of_leaf_entry, take_diagonal, write_bound
 
 SIDES = BACKWARD_FACTOR.sides
@@ -270,7 +270,7 @@ def build_backward_factor(dtype):
             square = T.alloc_fragment((CHUNK, LEAF), FLOAT32)
             T.annotate_layout({square: T.Fragment((CHUNK, LEAF), forward_fn=place_of_leaf_entry)})
             gate, strength = T.alloc_local((2,), FLOAT32), T.alloc_local((2,), FLOAT32)
-            token_ready = T.alloc_barrier([1])
+            token_ready = alloc_barriers(1)
             thread = T.get_thread_binding()
             lane, part, side = thread % WARP, (thread // WARP) % 2, thread // SIDE
             slot, key_head, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")

@@ -57,7 +57,7 @@ from ._sm90 import (
     WRITE_SLACK,
 )
 from ._solve import HALF, invert_leaf, join_blocks, join_leaves, join_row, load_left
-from ._tile import Group, arrive, find_reference, fraction, linear, wait
+from ._tile import Group, alloc_barriers, arrive, find_reference, fraction, linear, wait
 
 LOG2_E = 1.4426950408889634
 GROWTH = CHUNK * WRITE_SLACK * LOG2_E  # of a chunk whose writes use the slack
@@ -408,7 +408,7 @@ def build_factor(dtype):
             square = T.alloc_fragment((CHUNK, LEAF), "float32")
             T.annotate_layout({square: T.Fragment((CHUNK, LEAF), forward_fn=place_of_leaf_entry)})
             gate, strength = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
-            key_ready = T.alloc_barrier([1])
+            key_ready = alloc_barriers(1)
             T.pdl_trigger()
             thread = T.get_thread_binding()
             lane, part, side = thread % WARP, (thread // WARP) % 2, thread // SIDE

@@ -8,6 +8,9 @@ from dataclasses import replace
 import pytest
 from protocol_simulator import ProtocolError, simulate, simulate_starved
 
+from flashqla_hub.compile.cache import Cache, default_folder
+from flashqla_hub.compile.kernel_build import lower_kernel
+
 TRIPS = (0, 1, 2, 3, 4, 5, 9, 16)
 SEEDS = 150
 
@@ -25,6 +28,9 @@ def declared_protocols(tools):
 @pytest.fixture(scope="module")
 def protocols(tools):
     return declared_protocols(tools)
+
+
+LONE_ARRIVAL = re.compile(r"if \([^\n]*== 0\) \{\s*\w+\[[^\n]*\]\.arrive\(\);")
 
 
 def initialised_barriers(cuda_source):
@@ -90,3 +96,20 @@ def test_protocols_and_compiled_sources_agree(protocols, product):
         declared = {barrier: [part.arrivals] * part.slots for barrier, part in protocol.barriers.items()}
         for source in sources:
             assert initialised_barriers(source) == declared
+
+
+def test_every_lane_arrives_in_the_form_for_tools_and_one_in_the_shipped(tools, product):
+    from flashqla_hub.kernels._sm90 import WARP, every_lane_arrives
+    from flashqla_hub.kernels.spec import SPECS
+
+    shipped = {kernel.plan.name: kernel.source for kernel in product if initialised_barriers(kernel.source)}
+    specs = [spec for spec in SPECS if spec.name in shipped]
+    cache = Cache(default_folder())
+    with every_lane_arrives():
+        for_tools = {spec.name: lower_kernel(spec, tools, cache).source for spec in specs}
+    assert {spec.name: lower_kernel(spec, tools, cache).source for spec in specs} == shipped
+    for name, source in shipped.items():
+        counts = {barrier: [warps * WARP for warps in slots] for barrier, slots in initialised_barriers(source).items()}
+        assert initialised_barriers(for_tools[name]) == counts
+        assert for_tools[name].count(".arrive()") == source.count(".arrive()") >= len(counts)
+        assert LONE_ARRIVAL.search(source) and not LONE_ARRIVAL.search(for_tools[name])

@@ -1,0 +1,58 @@
+"""Runs an op on small inputs, for tools that watch every access: `python -m tests.sm90.small_calls backward 3`.
+
+Without numbers it lists the calls. The library is that of `shipped_library`; results must be finite.
+"""
+
+import sys
+
+import torch
+
+from .shipped_library import find_library, load_ops
+from .test_backward_op import make_gradients
+from .test_forward_op import Case, make_call
+
+ONE_HEAD = (1, 1)
+HALF = torch.float16
+
+CASES = (
+    Case("T1", tokens=1, heads=ONE_HEAD),
+    Case("T64", tokens=64, heads=ONE_HEAD, gates="mild"),
+    Case("T65-l2norm", tokens=65, heads=ONE_HEAD, gates="mild", l2norm=True),
+    Case("T130", tokens=130, heads=ONE_HEAD),
+    Case("T130-strong", tokens=130, heads=ONE_HEAD, gates="huge-among-mild"),
+    Case("T130-fp16", tokens=130, heads=ONE_HEAD, gates="mild", dtype=HALF),
+    Case("T130-VK-from-zero", tokens=130, heads=ONE_HEAD, gates="mild", v_first=True, initial=None),
+    Case("T130-two-heads", tokens=130, heads=(1, 2), gates="steep", l2norm=True),
+    Case("packed-with-tails", lengths=(0, 1, 64, 65), heads=(1, 2), unused=3, l2norm=True, offsets=torch.int64),
+    Case("packed-with-tails-fp16", lengths=(0, 1, 64, 65), heads=(1, 2), unused=3, gates="mild", dtype=HALF),
+    Case("split-links", lengths=(130, 65), heads=ONE_HEAD, gates="none", segment=1),
+    Case("split-replays", lengths=(130, 65), heads=ONE_HEAD, gates="one", segment=1),
+    Case("split-links-fp16", lengths=(130,), heads=ONE_HEAD, gates="mild", segment=1, dtype=HALF),
+)
+OPS = ("forward", "backward")
+
+
+def call_op(op: str, case: Case):
+    """All results of one call."""
+    ops = load_ops(find_library())
+    call = make_call(case)
+    options = (case.scale, case.l2norm, case.v_first, True, case.segment)
+    if op == "forward":
+        return ops.sm90_gated_delta_rule_fwd(*call.inputs, call.initial, call.cu_seqlens, *options)
+    grads = make_gradients(call)
+    dht = grads.dht.mT.contiguous() if case.v_first else grads.dht
+    return ops.sm90_gated_delta_rule_bwd(*call.inputs, call.initial, call.cu_seqlens, grads.do, dht, *options)
+
+
+def main(op: str, *numbers: str) -> None:
+    for number in map(int, numbers):
+        results = call_op(op, CASES[number])
+        torch.cuda.synchronize()
+        assert all(x.isfinite().all() for x in results), f"{op} {CASES[number].id} is not finite"
+        print(f"ran {op} {CASES[number].id}", flush=True)
+    if not numbers:
+        print("\n".join(f"{number} {case.id}" for number, case in enumerate(CASES)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
