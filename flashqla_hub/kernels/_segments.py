@@ -45,6 +45,7 @@ from ._sm90 import (
     ITEM_START,
     ITEM_WORDS,
     LINK,
+    LONG,
     MISSING,
     START_IDENTITY,
     START_INITIAL,
@@ -248,3 +249,27 @@ def describe_item(
                 item[ITEM_SIGN] = T.Select(T.And(part == 0, closed != 0), BASE, LINK)
                 if part != 0:
                     item[ITEM_START] = START_IDENTITY
+
+
+@T.macro
+def describe_long(
+    item, place, head, has_initial, write_final, cu_words, words_per_entry, dense_length, sequences, tokens, lane
+):
+    """The same of a whole sequence of more than LONG tokens, by the first multiple of LONG that lies in it; of no other."""
+    found = T.alloc_local((3,), "int32")
+    token, length, chunks = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    token = place * LONG
+    find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, token, 1, 0, lane)
+    length = found[2] - found[1]
+    chunks = T.truncdiv(length + CHUNK - 1, CHUNK)
+    for word in T.unroll(ITEM_WORDS):
+        item[word] = 0
+    item[ITEM_SEQUENCE] = found[0]
+    item[ITEM_HEAD] = head
+    item[ITEM_FIRST_TOKEN] = found[1]
+    item[ITEM_FIRST_SLOT] = T.truncdiv(found[1], CHUNK) + found[0]
+    item[ITEM_LAST_ROWS] = length - (chunks - 1) * CHUNK
+    if T.And(length > LONG, T.And(found[1] <= token, found[1] + LONG > token)):
+        item[ITEM_CHUNKS] = chunks
+        item[ITEM_START] = T.Select(has_initial != 0, START_INITIAL, START_ZERO)
+        item[ITEM_END] = T.Select(write_final != 0, END_FINAL, END_NOTHING)

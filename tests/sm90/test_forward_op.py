@@ -236,6 +236,31 @@ def split_cases():
 CASES += split_cases()
 
 
+def many_lengths(*, longest, count=210, seed=0):
+    """So many short sequences, of a mean below a chunk, that they have a kernel of their own, and some of other lengths."""
+    lengths = torch.randint(0, 33, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    for place, length in enumerate((0, 1, 63, 64, 65, 200, 0, 129, longest, 0)):
+        lengths[place * (count // 10)] = length
+    return tuple(lengths)
+
+
+def short_cases():
+    lengths = many_lengths(longest=1024)
+    for gates in ("none", "trained", "one", "thirty", "infinite-among-mild"):
+        yield Case(f"short-{gates}", lengths=lengths, heads=(4, 8), gates=gates)
+    yield Case("short-fp16", lengths=lengths, heads=(4, 8), dtype=torch.float16)
+    yield Case("short-l2norm-VK", lengths=lengths, heads=(4, 12), l2norm=True, v_first=True)
+    yield Case("short-from-zero", lengths=lengths, heads=(4, 4), initial=None, unused=70, offsets=torch.int64)
+    yield Case("short-strided", lengths=lengths, heads=(4, 8), strided=True)
+    yield Case("short-dense", tokens=40, batch=210, heads=(4, 8))
+    yield Case("short-and-long", lengths=many_lengths(longest=1025), heads=(4, 8))
+    yield Case("short-and-longer", lengths=many_lengths(longest=2500), heads=(4, 8), gates="mild", v_first=True)
+
+
+SHORT_CASES = list(short_cases())
+CASES += SHORT_CASES
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_forward_matches_the_recurrence(forward, case):
     call = make_call(case)
@@ -275,6 +300,34 @@ def test_a_neighbour_full_of_nan_changes_no_bit_of_split_sequences(forward, gate
     for n in (0, 2):
         start, end = call.spans[n]
         assert torch.equal(o[:, start:end], other_o[:, start:end]) and torch.equal(state[n], other_state[n])
+
+
+def test_a_neighbour_full_of_nan_changes_no_bit_of_short_sequences(forward):
+    case = Case("neighbours", lengths=many_lengths(longest=1100), heads=(4, 8), gates="mild")
+    call, spoilt = make_call(case), make_call(case)
+    o, state = run(forward, case, call)
+    for start, end in spoilt.spans[1::2]:
+        for x in spoilt.inputs:
+            x[:, start:end] = torch.nan
+    spoilt.initial[1::2] = torch.nan
+    other_o, other_state = run(forward, case, spoilt)
+    for start, end in call.spans[::2]:
+        assert torch.equal(o[:, start:end], other_o[:, start:end])
+    assert torch.equal(state[::2], other_state[::2])
+
+
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
+def test_short_sequences_have_the_bits_of_the_recurrence(forward, case):
+    """In float16 a chunk with strong gates rounds in another place; outputs alone are those with states."""
+    call = make_call(case)
+    o, state = run(forward, case, call)
+    options = (case.scale, case.l2norm, case.v_first, False, 0)
+    assert torch.equal(o, forward(*call.inputs, call.initial, call.cu_seqlens, *options)[0])
+    again_o, again_state = run(forward, case, call)
+    assert torch.equal(o, again_o) and torch.equal(state, again_state)
+    other_o, other_state = run(forward, replace(case, segment=1 << 25), call)
+    if case.dtype == torch.bfloat16:
+        assert torch.equal(o, other_o) and torch.equal(state, other_state)
 
 
 def test_an_invariant_cut_gives_the_same_bits_in_any_batch_and_for_any_heads(forward):
