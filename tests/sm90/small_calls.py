@@ -7,6 +7,7 @@ import sys
 
 import torch
 
+from . import test_backward_op, test_forward_op
 from .shipped_library import find_library, load_ops
 from .test_backward_op import make_gradients
 from .test_forward_op import Case, make_call
@@ -34,14 +35,10 @@ OPS = ("forward", "backward")
 
 def call_op(op: str, case: Case):
     """All results of one call."""
-    ops = load_ops(find_library())
-    call = make_call(case)
-    options = (case.scale, case.l2norm, case.v_first, True, case.segment)
+    ops, call = load_ops(find_library()), make_call(case)
     if op == "forward":
-        return ops.sm90_gated_delta_rule_fwd(*call.inputs, call.initial, call.cu_seqlens, *options)
-    grads = make_gradients(call)
-    dht = grads.dht.mT.contiguous() if case.v_first else grads.dht
-    return ops.sm90_gated_delta_rule_bwd(*call.inputs, call.initial, call.cu_seqlens, grads.do, dht, *options)
+        return test_forward_op.run(ops.sm90_gated_delta_rule_fwd, case, call)
+    return test_backward_op.run(ops.sm90_gated_delta_rule_bwd, case, call, make_gradients(call))
 
 
 def main(op: str, *numbers: str) -> None:
