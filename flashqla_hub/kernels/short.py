@@ -26,7 +26,7 @@ import tilelang.language as T
 from ._recurrence_roles import BY_ROWS, EIGHT, OUT, READ
 from ._segments import offset
 from ._sm90 import CHUNK, HALF_CHUNK, HEAD_DIM, L2NORM_EPS, LONG, SHORT, TRIANGLE_ROWS, VALUE_TILE, VANISHING, WARP
-from ._tile import Group, find_reference, fraction, swizzled, transposed_fragment, wait
+from ._tile import Group, alloc_barriers, arrive, find_reference, fraction, swizzled, transposed_fragment, wait
 
 PLACES = 3  # of tiles of values: that of q, of k and their own
 WIDTH = VALUE_TILE  # columns of a tile of q, k or v
@@ -99,9 +99,7 @@ def order_chunk(thread, t, q, k, v, operand, decay, key_norm, chunk, head, with_
         T.tma_copy(operand[slot, head, :, :], t.operand[HALF_CHUNK:, :], barrier=loaded[0])
         T.tma_copy(decay[slot, head, :], t.decay, barrier=loaded[0])
         load_rows(v, t.v, token, head, rows, loaded)
-        T.sync_warp()
-        if thread == 0:
-            T.barrier_arrive(loaded[0])
+        arrive(loaded, 0, thread)
 
 
 @T.macro
@@ -354,7 +352,7 @@ def build_short(dtype):
         with T.Kernel(sequences * key_heads, threads=SHORT.threads) as block:
             T.annotate_min_blocks_per_sm(SHORT.blocks_per_sm)
             t, r = Tiles(dtype), Registers(dtype)
-            loaded = T.alloc_barrier([1])
+            loaded = alloc_barriers(1)
             T.annotate_layout(
                 {part: transposed_fragment(VALUE_TILE) for part in (r.v, r.o)}
                 | {tile: swizzled(tile) for tile in (*t.q, *t.k, *t.v)}

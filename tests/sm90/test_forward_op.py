@@ -318,7 +318,7 @@ def test_a_neighbour_full_of_nan_changes_no_bit_of_short_sequences(forward):
 
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.id)
 def test_short_sequences_have_the_bits_of_the_recurrence(forward, case):
-    """In float16 a chunk with strong gates rounds in another place; outputs alone are those with states."""
+    """Those of one chunk, and not in float16, where strong gates round in another place; outputs alone are those with states."""
     call = make_call(case)
     o, state = run(forward, case, call)
     options = (case.scale, case.l2norm, case.v_first, False, 0)
@@ -327,7 +327,10 @@ def test_short_sequences_have_the_bits_of_the_recurrence(forward, case):
     assert torch.equal(o, again_o) and torch.equal(state, again_state)
     other_o, other_state = run(forward, replace(case, segment=1 << 25), call)
     if case.dtype == torch.bfloat16:
-        assert torch.equal(o, other_o) and torch.equal(state, other_state)
+        o, other_o = o.flatten(0, 1), other_o.flatten(0, 1)
+        for n, (start, end) in enumerate(call.spans):
+            if end - start <= 64:
+                assert torch.equal(o[start:end], other_o[start:end]) and torch.equal(state[n], other_state[n])
 
 
 def test_an_invariant_cut_gives_the_same_bits_in_any_batch_and_for_any_heads(forward):
