@@ -190,12 +190,11 @@ def key_head(thread, t, b, r, works, heads):
         release_keys(thread, b, turn)
         for a in T.Parallel(CHUNK):
             decay = t.rows[staged, ROW_DECAY, a]
-            r.reach[a] = T.exp2(T.Select(turn == 0, t.rows[staged, ROW_DECAY, CHUNK - 1] - decay, decay))
-            r.reach[a] *= T.Select(turn == 0, r.norm[a], -r.norm[a])
-            r.factor[a] = r.reach[a] * T.Select(turn == 0, t.rows[staged, ROW_STRENGTH, a], 1.0)
+            r.factor[a] = T.exp2(T.Select(turn == 0, t.rows[staged, ROW_DECAY, CHUNK - 1] - decay, decay))
+            r.factor[a] *= r.norm[a] * T.Select(turn == 0, t.rows[staged, ROW_STRENGTH, a], -1.0)
         add_state(t, r, slot, KEYS)
         for a in T.Parallel(CHUNK):
-            t.parts[staged, PART_STATE + turn, a] = r.reach[a] * r.dot[a]
+            t.parts[staged, PART_STATE + turn, a] = r.factor[a] * r.dot[a]
     arrive(b.rows_free, staged, thread)
     arrive(b.parts_ready, staged, thread)
     wait(b.pairs_ready, staged, phase(heads, SLOTS))
@@ -222,21 +221,21 @@ def multiply_pairs(t, r, slot, source):
 
 @T.macro
 def weigh(thread, t, r, slot, staged):
-    """r.weights: decay from a token, the column, to the same or a later one, the row, times the norm of the column's key."""
+    """r.weights: decay from a token, the column, to the same or a later one, the row, times norm and strength of the column."""
     for a in T.Parallel(CHUNK):
         r.decay[a] = t.rows[staged, ROW_DECAY, a]
         r.gap[a] = distance(thread, a)
     for a, c in T.Parallel(CHUNK, CHUNK):
         is_read = r.gap[a] >= column_of_quad(c)
         since = T.exp2(T.Select(is_read, r.decay[a] - t.rows[staged, ROW_DECAY, c], VANISHING))
-        r.weights[a, c] = since * t.norms[slot, NORM_KEY, c]
+        r.weights[a, c] = since * (t.norms[slot, NORM_KEY, c] * t.rows[staged, ROW_STRENGTH, c])
 
 
 @T.macro
 def weigh_pairs(t, r, slot, staged, rows, source, scale):
     """t.pairs: what queries or keys, the rows, read of the columns, with all scales of row and column.
 
-    r.pairs gains what a pair of tokens adds to the gradient of beta of the column.
+    r.pairs gains what a pair of tokens adds to the gradient of beta of the column, times beta.
     """
     for a in T.Parallel(CHUNK):
         r.factor[a] = T.Select(source == QUERIES, scale, -1.0) * t.norms[slot, source, a]
@@ -250,9 +249,8 @@ def weigh_pairs(t, r, slot, staged, rows, source, scale):
             r.product[a, c] = T.Select(a < rows, r.product[a, c], 0.0)
     for a, c in T.Parallel(CHUNK, CHUNK):
         r.pairs[a, c] += r.scores[a, c] * r.product[a, c]
-    T.sync_warp()  # shared memory is read after it: what is read earlier and held does not fit in registers
     for a, c in T.Parallel(CHUNK, CHUNK):
-        t.pairs[staged * SOURCES + source, a, c] = r.product[a, c] * t.rows[staged, ROW_STRENGTH, c]
+        t.pairs[staged * SOURCES + source, a, c] = r.product[a, c]
 
 
 @T.macro
@@ -268,8 +266,6 @@ def sum_pairs(thread, t, r, staged):
         r.columns[group, c] += r.pairs[group // 8 * 16 + group % 8 + 8, c]
     for group, c in T.Parallel(COLUMN_GROUPS, CHUNK):
         t.columns[group, c] = r.columns[group, c]
-    for a, c in T.Parallel(CHUNK, CHUNK):
-        r.pairs[a, c] *= t.rows[staged, ROW_STRENGTH, c]
     T.reduce_sum(r.pairs, r.sum, dim=1)
     for a in T.Parallel(CHUNK):
         t.parts[staged, PART_PAIRS, a] = r.sum[a]
@@ -430,13 +426,13 @@ def sum_head(thread, t, b, heads, first, rows, head, dg, dbeta):
     carried = 0.0
     for e in T.unroll(2):
         row = 2 * lane + e
-        total[e] = t.parts[slot, PART_PAIRS, row] - t.rows[slot, ROW_STRENGTH, row] * beta[e]
+        total[e] = t.parts[slot, PART_PAIRS, row] - beta[e]
         total[e] += t.parts[slot, PART_QUERY, row] + t.parts[slot, PART_READ, row]
         state = t.parts[slot, PART_STATE, row]
         beta[e] += t.parts[slot, PART_OWN, row] + state
         if row < rows:
-            dbeta[first + row, head] = beta[e]
-        state = T.Select(row < rows - 1, state * t.rows[slot, ROW_STRENGTH, row], 0.0)
+            dbeta[first + row, head] = beta[e] / t.rows[slot, ROW_STRENGTH, row]
+        state = T.Select(row < rows - 1, state, 0.0)
         total[e] = T.Select(row < rows, total[e] - state, 0.0)
         carried += state + T.exp2(t.rows[slot, ROW_DECAY, CHUNK - 1]) * t.parts[slot, PART_TRACE, row]
     arrive(b.parts_free, slot, thread)

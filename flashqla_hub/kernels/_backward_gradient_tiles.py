@@ -72,14 +72,6 @@ class QueryRegisters(GradientRegisters):
         self.gap = T.alloc_fragment((CHUNK,), "int32")
 
 
-class KeyRegisters(GradientRegisters):
-    """Of the warpgroup that owns the rows of dk."""
-
-    def __init__(self, suffix):
-        super().__init__(suffix)
-        self.reach = T.alloc_fragment((CHUNK,), "float32")
-
-
 class PairRegisters(Group):
     """Of the warpgroup that forms the pairs of tokens of a chunk."""
 

@@ -8,6 +8,7 @@ from ._sm90 import (
     END_FINAL,
     END_STATE,
     END_TRANSITION,
+    HALF_CHUNK,
     HEAD_DIM,
     ITEM_CHUNKS,
     ITEM_FIRST_SLOT,
@@ -17,7 +18,11 @@ from ._sm90 import (
     ITEM_OWN,
     ITEM_SILENT,
     ITEM_START,
+    PAIR_COLUMN,
+    PAIR_REFERENCE,
+    PAIR_ROW,
     ROW_DECAY,
+    ROW_ERROR,
     ROW_QUERY,
     ROW_READ,
     ROW_TAKE,
@@ -26,6 +31,7 @@ from ._sm90 import (
     START_INITIAL,
     START_STATE,
     VALUE_TILE,
+    VANISHING,
     WARPGROUP,
 )
 from ._tile import arrive, wait
@@ -158,9 +164,23 @@ def publish_state(thread, t, b, r, trip):
 
 
 @T.macro
-def publish_values(thread, t, b, r, trip):
+def publish_errors(thread, t, b, r, stage, trip):
+    """The errors of a chunk, which r.W is but for a scale of each."""
     for a, c in T.Parallel(VALUE_TILE, CHUNK):
-        r.o[c, a] = r.W[a, c]
+        r.o[c, a] = r.W[a, c] * t.rows[stage, ROW_ERROR, c]
+    wait(b.values_free, 0, phase_before(trip, 1))
+    T.copy(r.o, t.out)
+    T.fence_proxy_async()
+    arrive(b.values_ready, 0, thread)
+
+
+@T.macro
+def publish_values(thread, t, b, r, trip):
+    """The gradients of a chunk's values."""
+    for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
+        r.o[c, a] = r.dv[0][a, c]
+    for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
+        r.o[HALF_CHUNK + c, a] = r.dv[1][a, c]
     wait(b.values_free, 0, phase_before(trip, 1))
     T.copy(r.o, t.out)
     T.fence_proxy_async()
@@ -173,6 +193,29 @@ def take_values(t, b, r, i, chunks):
     chunk = T.min(i, chunks - 1)
     wait(b.chunk_ready, chunk % STAGES, phase(chunk, STAGES))
     load_transposed(t.values, chunk % STAGES, r.v)
+
+
+@T.macro
+def subtract_read(t, r, stage, first, Z):
+    """Half of Z: V without what the state holds for the keys, from token `first` of the chunk on."""
+    for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
+        Z[a, c] = r.v[first + c, a] - r.W[a, first + c] * t.rows[stage, ROW_READ, first + c]
+
+
+@T.macro
+def clear_behind(dtype, Z, rows):
+    """Zeros for values of no token, of which `rows` are left in this half."""
+    for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
+        Z[a, c] = T.Select(c < rows, Z[a, c], T.cast(0, dtype))
+
+
+@T.macro
+def clear_quarters(dtype, t):
+    """Zeros in the upper right quarter of every solve, which nobody loads."""
+    for stage, a, c in T.Parallel(STAGES, HALF_CHUNK, HALF_CHUNK):
+        t.solve[stage, a, c] = T.cast(0, dtype)
+    T.fence_proxy_async()
+    T.sync_threads(MEETING, WARPGROUP)
 
 
 @T.macro
@@ -190,13 +233,14 @@ def advance_state(thread, dtype, t, b, r, item, i, has_outputs):
     if has_outputs:
         publish_state(thread, t, b, r, i - item[ITEM_SILENT])
     T.wait_wgmma(0)
-    for a, c in T.Parallel(VALUE_TILE, CHUNK):
-        r.Z[a, c] = r.v[c, a] - r.W[a, c] * t.rows[stage, ROW_READ, c]
+    subtract_read(t, r, stage, 0, r.Z[0])
+    subtract_read(t, r, stage, HALF_CHUNK, r.Z[1])
     if has_outputs:
         if rows < CHUNK:
-            for a, c in T.Parallel(VALUE_TILE, CHUNK):
-                r.Z[a, c] = T.Select(c < rows, r.Z[a, c], T.cast(0, dtype))
-    T.wgmma_gemm(r.Z, t.solve[stage, :, :], r.W, transpose_B=True, clear_accum=True)
+            clear_behind(dtype, r.Z[0], rows)
+            clear_behind(dtype, r.Z[1], rows - HALF_CHUNK)
+    T.wgmma_gemm(r.Z[0], t.solve[stage, CHUNK:, :], r.W, transpose_B=True, clear_accum=True)
+    T.wgmma_gemm(r.Z[1], t.solve[stage, :CHUNK, :], r.W, transpose_B=True)
     for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
         r.S[a, c] *= decay
     T.wait_wgmma(0)
@@ -204,7 +248,7 @@ def advance_state(thread, dtype, t, b, r, item, i, has_outputs):
         r.N[a, c] = r.W[a, c] * t.rows[stage, ROW_WRITE, c]
     T.wgmma_gemm(r.N, t.k[stage, :, :], r.S)
     if has_outputs:
-        publish_values(thread, t, b, r, i - item[ITEM_SILENT])
+        publish_errors(thread, t, b, r, stage, i - item[ITEM_SILENT])
     take_values(t, b, r, i + 1, item[ITEM_CHUNKS])
     T.wait_wgmma(0)
     arrive(b.chunk_free, stage, thread)
@@ -213,6 +257,7 @@ def advance_state(thread, dtype, t, b, r, item, i, has_outputs):
 @T.macro
 def carry_state(thread, dtype, t, b, r, item):
     """States before each chunk and the errors of its tokens, from the first chunk to the last."""
+    clear_quarters(dtype, t)
     if item[ITEM_START] == START_IDENTITY:  # a transition has no values, and the loader brings none
         for a, c in T.Parallel(CHUNK, VALUE_TILE):
             t.values[0][a, c] = T.cast(0, dtype)
@@ -264,6 +309,7 @@ def advance_gradient(thread, dtype, t, b, r, item, i, lead, has_outputs):
     for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
         r.S[a, c] *= decay
     T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True)
+    wait(b.scores_ready, stage, phase(i, STAGES))
     T.wgmma_gemm(r.do, t.scores[stage, :, :], r.read, clear_accum=True)
     T.wgmma_gemm(r.query_do, t.q[stage, :, :], r.S)
     if has_outputs:
@@ -271,10 +317,13 @@ def advance_gradient(thread, dtype, t, b, r, item, i, lead, has_outputs):
     T.wait_wgmma(1)
     for a, c in T.Parallel(VALUE_TILE, CHUNK):
         r.Z[a, c] = r.read[a, c] + r.W[a, c] * t.rows[stage, ROW_WRITE, c]
-    T.wgmma_gemm(r.Z, t.solve[stage, :, :], r.W, clear_accum=True)
+    T.wgmma_gemm(r.Z, t.solve[stage, CHUNK:, :], r.dv[0], clear_accum=True)
+    T.wgmma_gemm(r.Z, t.solve[stage, :CHUNK, :], r.dv[1], clear_accum=True)
     T.wait_wgmma(0)
-    for a, c in T.Parallel(VALUE_TILE, CHUNK):
-        r.N[a, c] = -r.W[a, c] * t.rows[stage, ROW_TAKE, c]
+    for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
+        r.N[a, c] = -r.dv[0][a, c] * t.rows[stage, ROW_TAKE, c]
+    for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
+        r.N[a, HALF_CHUNK + c] = -r.dv[1][a, c] * t.rows[stage, ROW_TAKE, HALF_CHUNK + c]
     T.wgmma_gemm(r.N, t.k[stage, :, :], r.S)
     if has_outputs:
         publish_values(thread, t, b, r, i - item[ITEM_SILENT])
@@ -289,6 +338,7 @@ def carry_gradient(thread, dtype, t, b, r, item, lead):
 
     In float16 r.S lacks the decay of the chunk's first token, which is left in `lead`: queries and keys would leave the range.
     """
+    clear_quarters(dtype, t)
     if item[ITEM_CHUNKS] > 0:
         take_gradients(t, b, r, 0, item[ITEM_CHUNKS])
         if item[ITEM_LAST_ROWS] < CHUNK:
@@ -298,6 +348,31 @@ def carry_gradient(thread, dtype, t, b, r, item, lead):
         advance_gradient(thread, dtype, t, b, r, item, i, lead, False)
     for more in T.serial(outputs_of(item)):
         advance_gradient(thread, dtype, t, b, r, item, item[ITEM_SILENT] + more, lead, True)
+
+
+@T.macro
+def make_scores(thread, dtype, t, b, r, item):
+    """What a chunk's queries read of its writes, ahead of the warpgroup that needs it."""
+    rows = T.alloc_var("int32")
+    for i in T.serial(item[ITEM_CHUNKS]):
+        stage = i % STAGES
+        rows = T.Select(i == 0, item[ITEM_LAST_ROWS], CHUNK)
+        wait(b.chunk_ready, stage, phase(i, STAGES))
+        T.wgmma_gemm(t.q[stage, :, :], t.k[stage, :, :], r.scores, transpose_B=True, clear_accum=True)
+        for a in T.Parallel(CHUNK):
+            r.decay[a] = t.rows[stage, ROW_DECAY, a]
+            r.row[a] = t.pair_rows[stage, PAIR_ROW, a]
+        T.wait_wgmma(0)
+        for a, c in T.Parallel(CHUNK, CHUNK):
+            since = T.exp2(T.Select(a >= c, r.decay[a] - t.pair_rows[stage, PAIR_REFERENCE, c], VANISHING))
+            r.scores[a, c] *= r.row[a] * (since * t.pair_rows[stage, PAIR_COLUMN, c])
+        if rows < CHUNK:  # the other roles are clearing these rows of k and q, and any number may have been there
+            for a, c in T.Parallel(CHUNK, CHUNK):
+                r.scores[a, c] = T.Select(T.max(a, c) < rows, r.scores[a, c], 0.0)
+        for a, c in T.Parallel(CHUNK, CHUNK):
+            t.scores[stage, a, c] = T.cast(r.scores[a, c], dtype)
+        T.fence_proxy_async()
+        arrive(b.scores_ready, stage, thread)
 
 
 @T.macro
@@ -311,7 +386,7 @@ def load_tile(t, b, stage, source, token, head, column):
 def load_chunk(thread, t, b, stage, token, slot, head, key_head, column, k, values, solve, row_scales, has_values):
     """What both directions read of a chunk; the caller arrives."""
     T.tma_copy(k[token : token + CHUNK, key_head, :], t.k[stage, :, :], barrier=b.chunk_ready[stage])
-    T.tma_copy(solve[slot, head, :, :], t.solve[stage, :, :], barrier=b.chunk_ready[stage])
+    T.tma_copy(solve[slot, head, :, :], t.solve[stage, HALF_CHUNK:, :], barrier=b.chunk_ready[stage])
     T.tma_copy(row_scales[slot, head, :, :], t.rows[stage, :, :], barrier=b.chunk_ready[stage])
     if has_values:
         if stage == 0:
@@ -349,14 +424,14 @@ def load_forward(thread, t, b, item, head, key_head, column, k, v, solve, row_sc
 
 
 @T.macro
-def load_reverse(thread, t, b, item, head, key_head, column, q, k, dout, solve, scores, row_scales):
+def load_reverse(thread, t, b, item, head, key_head, column, q, k, dout, solve, row_scales, pair_scales):
     for i in T.serial(item[ITEM_CHUNKS]):
         stage, index = i % STAGES, item[ITEM_CHUNKS] - 1 - i
         token, slot = item[ITEM_FIRST_TOKEN] + index * CHUNK, item[ITEM_FIRST_SLOT] + index
         wait(b.chunk_free, stage, phase_before(i, STAGES))
         load_chunk(thread, t, b, stage, token, slot, head, key_head, column, k, dout, solve, row_scales, True)
         T.tma_copy(q[token : token + CHUNK, key_head, :], t.q[stage, :, :], barrier=b.chunk_ready[stage])
-        T.tma_copy(scores[slot, head, :, :], t.scores[stage, :, :], barrier=b.chunk_ready[stage])
+        T.tma_copy(pair_scales[slot, head, :, :], t.pair_rows[stage, :, :], barrier=b.chunk_ready[stage])
         arrive(b.chunk_ready, stage, thread)
 
 

@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from ._sm90 import BACKWARD_SCAN, CHUNK, HEAD_DIM, ITEM_WORDS, ROW_VECTORS, VALUE_TILE
+from ._sm90 import BACKWARD_SCAN, CHUNK, HALF_CHUNK, HEAD_DIM, ITEM_WORDS, PAIR_VECTORS, ROW_VECTORS, VALUE_TILE
 from ._tile import Group, alloc_barriers
 from .protocol import Barriers as BarrierSlots
 from .protocol import Protocol, arrive, done, read, wait, write
@@ -21,9 +21,11 @@ class Tiles(Group):
         self.q = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
         # A stage is a buffer of its own: a row offset into one buffer is lost when it is read with ldmatrix.trans.
         self.values = [T.alloc_shared((CHUNK, VALUE_TILE), dtype) for _ in range(STAGES)]
-        self.solve = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
+        # Columns 32 to 63 above columns 0 to 31. The first 32 rows are the upper right quarter: zeros, which stay.
+        self.solve = T.alloc_shared((STAGES, 2 * CHUNK, HALF_CHUNK), dtype)
         self.scores = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
         self.rows = T.alloc_shared((STAGES, ROW_VECTORS, CHUNK), "float32")
+        self.pair_rows = T.alloc_shared((STAGES, PAIR_VECTORS, CHUNK), "float32")
         self.state = T.alloc_shared((VALUE_TILE, HEAD_DIM), dtype)
         self.out = T.alloc_shared((CHUNK, VALUE_TILE), dtype)
         self.item = T.alloc_shared((ITEM_WORDS,), "int32")
@@ -45,7 +47,6 @@ class StateRegisters(Group):
         self.S = T.alloc_fragment((VALUE_TILE, HEAD_DIM), "float32")
         self.S_in = T.alloc_fragment((VALUE_TILE, HEAD_DIM), dtype)
         self.W = T.alloc_fragment((VALUE_TILE, CHUNK), "float32")
-        self.Z = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
         self.N = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
         self.v = T.alloc_fragment((CHUNK, VALUE_TILE), dtype)
         self.o = T.alloc_fragment((CHUNK, VALUE_TILE), dtype)
@@ -58,6 +59,7 @@ class ForwardRegisters(StateRegisters):
 
     def __init__(self, dtype):
         super().__init__(dtype, "_ahead")
+        self.Z = [T.alloc_fragment((VALUE_TILE, HALF_CHUNK), dtype) for _ in range(2)]
         self.low_S = T.alloc_fragment((VALUE_TILE, HEAD_DIM), dtype)
         self.squares = T.alloc_fragment((VALUE_TILE,), "float32")
 
@@ -67,9 +69,22 @@ class GradientRegisters(StateRegisters):
 
     def __init__(self, dtype):
         super().__init__(dtype, "_back")
+        self.Z = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
+        self.dv = [T.alloc_fragment((VALUE_TILE, HALF_CHUNK), "float32") for _ in range(2)]
         self.read = T.alloc_fragment((VALUE_TILE, CHUNK), "float32")
         self.do = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
         self.query_do = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
+
+
+class ScoreRegisters(Group):
+    """Of the warpgroup that makes the scores of the reverse direction."""
+
+    suffix = "_scores"
+
+    def __init__(self):
+        self.scores = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        self.decay = T.alloc_fragment((CHUNK,), "float32")
+        self.row = T.alloc_fragment((CHUNK,), "float32")
 
 
 def phase(trip, slots):
@@ -88,7 +103,7 @@ def _links(trips):
 
 
 def _carry(trips):
-    """Either direction: both use the same tiles and barriers in the same order."""
+    """The reverse direction; the other uses the same tiles and barriers in the same order, but no scores."""
     warps = BACKWARD_SCAN.state.warps
     for i in range(_links(trips)):
         yield wait("link_ready", 0, phase(i, 1))
@@ -100,6 +115,8 @@ def _carry(trips):
     for i in range(trips):
         stage, coming = i % STAGES, min(i + 1, trips - 1)
         yield read("chunk", stage, i)
+        yield wait("scores_ready", stage, phase(i, STAGES))
+        yield read("scores", stage, i)
         yield wait("state_free", 0, phase_before(i, 1))
         yield write("state", 0, i)
         yield arrive("state_ready", 0, warps)
@@ -107,8 +124,20 @@ def _carry(trips):
         yield write("out", 0, i)
         yield arrive("values_ready", 0, warps)
         yield wait("chunk_ready", coming % STAGES, phase(coming, STAGES))
+        yield done("scores", stage, i)
         yield done("chunk", stage, i)
         yield arrive("chunk_free", stage, warps)
+
+
+def _make_scores(trips):
+    """Its place is free when the chunk is there: who reads the scores lets the chunk before go after them."""
+    for i in range(trips):
+        stage = i % STAGES
+        yield wait("chunk_ready", stage, phase(i, STAGES))
+        yield read("chunk", stage, i)
+        yield write("scores", stage, i)
+        yield done("chunk", stage, i)
+        yield arrive("scores_ready", stage, BACKWARD_SCAN.scores.warps)
 
 
 def _load(trips):
@@ -144,12 +173,14 @@ BACKWARD_SCAN_PROTOCOL = Protocol(
     },
     tiles={
         "link": TileSlots(1, ("carry",)),  # a transition, in the places of keys and queries
-        "chunk": TileSlots(STAGES, ("carry",)),
+        "chunk": TileSlots(STAGES, ("carry", "scores")),
+        "scores": TileSlots(STAGES, ("carry",)),
         "state": TileSlots(1, ("store_state",)),
         "out": TileSlots(1, ("store_values",)),
     },
     roles={
         "carry": _carry,
+        "scores": _make_scores,
         "load": _load,
         "store_state": _store("state", "state"),
         "store_values": _store("out", "values"),

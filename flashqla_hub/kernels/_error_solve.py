@@ -1,8 +1,9 @@
-"""The chunk's triangular solve of the backward: X = (I + K B)^-1, with beta on the columns of a strictly lower K.
+"""The chunk's triangular solve for errors: X = (I + K B)^-1, with beta on the columns of a strictly lower K.
 
 X gives the errors e = X y where `_solve.py` gives what is written, beta e; the steps are the same: eight-blocks by
 substitution in float32, then blocks of 8, 16 and 32 joined by X21 = -X22 K21 B1 X11 on tensor cores. No entry divides by
-beta, which may be zero. The tiles, and who makes which part of them, are those of `_solve.py`.
+beta, which may be zero, and a row is as precise however small its beta is. The tiles, and who makes which part of them, are
+those of `_solve.py`; `strength`, with which products are scaled, is beta in float16 or float32.
 """
 
 import tilelang.language as T
@@ -33,17 +34,24 @@ def invert_leaf(leaves, beta, buffer, side, X, first, part, lane):
         X[leaf * LEAF + i, first + leaf * LEAF + column] = T.cast(x[i], "float16")
 
 
+def scaled(value, factor):
+    """A float32 number times a strength, as float16; with float16 strengths two products are one instruction."""
+    if factor.dtype == "float16":
+        return T.cast(value, "float16") * factor
+    return T.cast(value * factor, "float16")
+
+
 @T.macro
-def join_leaves(K, X, beta, buffer, side, first, token, lane):
+def join_leaves(K, X, strength, buffer, side, first, token, lane):
     """X21 of two pairs of 8-blocks, those of the 16-blocks from `token` and from `token` + 16 on, by one warp."""
     lower, upper, below = (T.alloc_local((4,), "float16") for _ in range(3))
     left, right = T.alloc_local((8,), "float16"), T.alloc_local((8,), "float16")
-    factors, product = T.alloc_local((2,), "float32"), T.alloc_local((8,), "float32")
+    factors, product = T.alloc_local((2,), strength.dtype), T.alloc_local((8,), "float32")
     load_leaf_operands(K, X, first, token, lane, lower, upper, below, left, right)
     for block in T.unroll(2):
         at = token + block * SOLVE_BLOCK
         for e in T.vectorized(2):
-            factors[e] = beta[buffer, side, at + (lane % 4) * 2 + e]
+            factors[e] = strength[buffer, side, at + (lane % 4) * 2 + e]
         for e in T.unroll(2):
             left[2 + e] = lower[block * 2 + e]
             right[e] = below[block * 2 + e]
@@ -51,34 +59,24 @@ def join_leaves(K, X, beta, buffer, side, first, token, lane):
         T.clear(product)
         multiply_half(left, right, 0, product, 0)
         for e in T.unroll(2):
-            left[2 + e] = T.cast(product[2 + e] * factors[e], "float16")
+            left[2 + e] = scaled(product[2 + e], factors[e])
         multiply_half(left, right, 4, product, 4)
         store_leaf(product, X, at + LEAF, first + at, lane)
 
 
 @T.macro
-def store_negative(accumulator, X, row, column, lane):
-    """-accumulator to the 16 x 16 block of X at (row, column)."""
-    for pair in T.unroll(4):
-        for e in T.vectorized(2):
-            X[row + lane // 4 + (pair % 2) * 8, column + (pair // 2) * 8 + (lane % 4) * 2 + e] = T.cast(
-                -accumulator[pair * 2 + e], "float16"
-            )
-
-
-@T.macro
-def as_scaled_left(accumulator, beta, buffer, side, token, lane, out):
+def as_scaled_left(accumulator, strength, buffer, side, token, lane, out):
     """An accumulator as an A operand, each column multiplied by its token's beta; `token` is that of the first."""
-    factors = T.alloc_local((4,), "float32")
+    factors = T.alloc_local((4,), strength.dtype)
     for half in T.unroll(2):
         for e in T.vectorized(2):
-            factors[half * 2 + e] = beta[buffer, side, token + half * 8 + (lane % 4) * 2 + e]
+            factors[half * 2 + e] = strength[buffer, side, token + half * 8 + (lane % 4) * 2 + e]
     for e in T.unroll(8):
-        out[e] = T.cast(accumulator[e] * factors[(e // 4) * 2 + e % 2], "float16")
+        out[e] = scaled(accumulator[e], factors[(e // 4) * 2 + e % 2])
 
 
 @T.macro
-def join_blocks(K, X, beta, buffer, side, first, token, lane):
+def join_blocks(K, X, strength, buffer, side, first, token, lane):
     """X21 of the two 16-blocks from `token` on, by one warp."""
     left, right = T.alloc_local((8,), "float16"), T.alloc_local((8,), "float16")
     product, result = T.alloc_local((8,), "float32"), T.alloc_local((8,), "float32")
@@ -87,17 +85,20 @@ def join_blocks(K, X, beta, buffer, side, first, token, lane):
     load_left(X, token + SOLVE_BLOCK, first + token + SOLVE_BLOCK, lane, left)
     load_right(K, token + SOLVE_BLOCK, token, lane, right)
     multiply(left, right, product)
-    as_scaled_left(product, beta, buffer, side, token, lane, left)
+    as_scaled_left(product, strength, buffer, side, token, lane, left)
     load_right(X, token, first + token, lane, right)
     multiply(left, right, result)
-    store_negative(result, X, token + SOLVE_BLOCK, first + token, lane)
+    for pair in T.unroll(4):
+        for e in T.vectorized(2):
+            X[
+                token + SOLVE_BLOCK + lane // 4 + (pair % 2) * 8, first + token + (pair // 2) * 8 + (lane % 4) * 2 + e
+            ] = T.cast(-result[pair * 2 + e], "float16")
 
 
 @T.macro
-def join_row(K, X, beta, buffer, side, first, step, lane):
-    """Rows 16 step to 16 step + 15 of X21 of the two 32-blocks, by one warp; X22 and X11 are lower triangular."""
+def join_row(K, X, strength, buffer, side, first, step, low, high, lane):
+    """low, high <- rows 16 step to 16 step + 15 of -X21 of the two 32-blocks, by one warp; X22 and X11 are triangular."""
     left, right = T.alloc_local((8,), "float16"), T.alloc_local((8,), "float16")
-    low, high = T.alloc_local((8,), "float32"), T.alloc_local((8,), "float32")
     row = HALF + step * SOLVE_BLOCK
     T.clear(low)
     T.clear(high)
@@ -108,15 +109,13 @@ def join_row(K, X, beta, buffer, side, first, step, lane):
         multiply(left, right, low)
         load_right(K, token, SOLVE_BLOCK, lane, right)
         multiply(left, right, high)
-    as_scaled_left(low, beta, buffer, side, 0, lane, left)
+    as_scaled_left(low, strength, buffer, side, 0, lane, left)
     T.clear(low)
     load_right(X, 0, first, lane, right)
     multiply(left, right, low)
-    as_scaled_left(high, beta, buffer, side, SOLVE_BLOCK, lane, left)
+    as_scaled_left(high, strength, buffer, side, SOLVE_BLOCK, lane, left)
     T.clear(high)
     load_right(X, SOLVE_BLOCK, first, lane, right)
     multiply(left, right, low)
     load_right(X, SOLVE_BLOCK, first + SOLVE_BLOCK, lane, right)
     multiply(left, right, high)
-    store_negative(low, X, row, first, lane)
-    store_negative(high, X, row, first + SOLVE_BLOCK, lane)

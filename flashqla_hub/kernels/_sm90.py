@@ -57,6 +57,9 @@ UNCERTAIN = 1e30
 WRITE_SLACK = 2.0**-7
 """beta |k|^2 up to 2 + this counts as 2: keys normalised in bfloat16 miss norm 1 by as much."""
 
+WEAKEST_STRENGTH = 2.0**-32
+"""A writing strength closer to zero than this counts as this where an error is to be had back from what it writes."""
+
 VANISHING = -1000.0
 """log2 of a decay that is zero in float32."""
 
@@ -209,32 +212,23 @@ SEGMENT_FIRST_TOKEN, SEGMENT_TOKENS, SEGMENT_FIRST_SLOT, SEGMENT_CHUNKS, SEGMENT
     SEGMENT_WORDS
 )
 
-ROW_VECTORS = 6  # float32 numbers of a token and value head that the backward kernels share
-ROW_DECAY, ROW_STRENGTH, ROW_READ, ROW_WRITE, ROW_QUERY, ROW_TAKE = range(ROW_VECTORS)
+ROW_VECTORS = 7  # float32 numbers of a token and value head that the backward kernels share
+ROW_DECAY, ROW_STRENGTH, ROW_READ, ROW_WRITE, ROW_QUERY, ROW_TAKE, ROW_ERROR = range(ROW_VECTORS)
+PAIR_VECTORS = 3  # of a token and value head, for the scores
+PAIR_REFERENCE, PAIR_COLUMN, PAIR_ROW = range(PAIR_VECTORS)
 NORM_VECTORS = 2  # of a token and key head
 NORM_QUERY, NORM_KEY = range(NORM_VECTORS)
 
 
 @dataclass(frozen=True)
-class BackwardFactorLayout:
-    """Threads and shared memory of the backward's factor kernel (`backward_factor.py`)."""
+class BackwardRowsLayout:
+    """Threads and shared memory of the kernel that makes the scales of rows (`backward_rows.py`)."""
 
-    sides: int = 2  # value heads in flight
-    warps_per_side: int = 2
-    blocks_per_sm: int = 5
-    leaf_padding: int = 8  # floats, as in the factor kernel
-
-    @property
-    def threads(self) -> int:
-        return self.sides * self.warps_per_side * WARP
+    threads: int = 4 * WARP
 
     def shared_memory(self, dtype: str) -> int:
         """Bytes of all tiles, before alignment."""
-        keys_and_queries = 2 * CHUNK * HEAD_DIM * BYTES[dtype]
-        leaves = CHUNK // LEAF * (LEAF * LEAF + self.leaf_padding) * BYTES["float32"]
-        norms = (NORM_VECTORS + 1) * CHUNK * BYTES["float32"]
-        gates = 2 * self.sides * 2 * CHUNK * BYTES["float32"]
-        return keys_and_queries + leaves + norms + gates
+        return (NORM_VECTORS + 1) * CHUNK * BYTES["float32"]
 
 
 @dataclass(frozen=True)
@@ -243,16 +237,25 @@ class BackwardScanLayout:
 
     stages: int = 3  # chunks in flight
     directions: int = 2  # states from first to last chunk, their gradients from last to first
-    state: Role = Role(WARPS_PER_GROUP, 128)
-    movers: Role = Role(WARPS_PER_GROUP, 128)  # a loader, two storers and an idle warp
+    state: Role = Role(WARPS_PER_GROUP, 240)
+    scores: Role = Role(WARPS_PER_GROUP, 184)
+    movers: Role = Role(WARPS_PER_GROUP, 80)  # a loader, two storers and an idle warp
 
     @property
     def halves(self) -> int:
         return HEAD_DIM // VALUE_TILE
 
     @property
+    def roles(self) -> tuple[Role, ...]:
+        return self.state, self.scores, self.movers
+
+    @property
     def threads(self) -> int:
-        return (self.state.warps + self.movers.warps) * WARP
+        return sum(role.warps for role in self.roles) * WARP
+
+    @property
+    def registers(self) -> int:
+        return sum(role.warps * role.registers for role in self.roles) * WARP
 
     @property
     def arrivals(self) -> dict[str, int]:
@@ -261,6 +264,7 @@ class BackwardScanLayout:
         return {
             "chunk_ready": 1,
             "chunk_free": warps,
+            "scores_ready": self.scores.warps,
             "state_ready": warps,
             "state_free": 1,
             "values_ready": warps,
@@ -271,12 +275,13 @@ class BackwardScanLayout:
 
     @property
     def barrier_slots(self) -> dict[str, int]:
-        return dict.fromkeys(self.arrivals, 1) | {"chunk_ready": self.stages, "chunk_free": self.stages}
+        staged = ("chunk_ready", "chunk_free", "scores_ready")
+        return dict.fromkeys(self.arrivals, 1) | dict.fromkeys(staged, self.stages)
 
     def shared_memory(self, dtype: str) -> int:
         """Bytes of all tiles, before alignment."""
         wide, square = CHUNK * HEAD_DIM * BYTES[dtype], CHUNK * CHUNK * BYTES[dtype]
-        rows = ROW_VECTORS * CHUNK * BYTES["float32"]
+        rows = (ROW_VECTORS + PAIR_VECTORS) * CHUNK * BYTES["float32"]
         return self.stages * (2 * wide + 3 * square + rows) + wide + square + ITEM_WORDS * BYTES["int32"]
 
 
@@ -342,6 +347,6 @@ class BackwardGradientLayout:
         return self.slots * slotted + head + columns
 
 
-BACKWARD_FACTOR = BackwardFactorLayout()
+BACKWARD_ROWS = BackwardRowsLayout()
 BACKWARD_SCAN = BackwardScanLayout()
 BACKWARD_GRADIENTS = BackwardGradientLayout()

@@ -1,14 +1,14 @@
 """Gated delta rule, backward: gradients of q, k, g and beta, chunk by chunk; blocks share the chunks out (SM90).
 
 Per value head of a key head, with S before the chunk, dS behind it, errors E, D[t, s] = 2^(G_t - G_s) for s <= t and b the beta
-of the columns:
+of a token, of the column where it stands behind D, or WEAKEST_STRENGTH where beta is closer to zero:
 
     pairs      M = scale (dO E^T) D b      N = -tril((dV E^T) D b, -1)
     queries    dq^ += scale 2^G (dO S^T) + M K^
-    keys       dk^ += -2^G (dV S^T) + beta 2^(G_end - G) (E dS^T) + M^T Q^ + (N + N^T) K^
+    keys       dk^ += -2^G (dV S^T) + b 2^(G_end - G) (E dS^T) + M^T Q^ + (N + N^T) K^
 
-dbeta and the gradient of G are sums over rows and columns of these terms times the row of q^ or k^ itself, in float32: of
-(M / b) Q^ K^^T + (N / b) K^ K^^T, element by element and before M and N are rounded. The gradient of a gate is the sum of those
+b dbeta and the gradient of G are sums over rows and columns of these terms times the row of q^ or k^ itself, in float32: of
+M Q^ K^^T + N K^ K^^T, element by element and before M and N are rounded. The gradient of a gate is the sum of those
 of G from its token on, in which a pair of tokens behind it cancels: both of its sums are of the same float32 number. The value
 heads of a key head are summed in registers, in their order. Norms of q and k scale rows and columns of M and N and the rows of
 the other terms, so that q and k are multiplied as they are; they take their part of the gradient at the end.
@@ -17,7 +17,7 @@ A tile of a head is loaded anew as soon as its readers are through with it, whil
 what takes longest, and should never stop coming.
 
 Reads        q k [T, H, 128] · dout dv [T, HV, 128] · errors states dstates of `backward_scan.py` · row_scales norms of
-             `backward_factor.py` · chunks [slots, 4]
+             `backward_rows.py` · chunks [slots, 4]
 Writes       dq dk [T, H, 128] · dg dbeta [T, HV] f32, every row of a sequence
 
 Role       threads   registers   per head
@@ -74,7 +74,7 @@ from ._backward_gradient_tiles import (
     QUERIES,
     SLOTS,
     Barriers,
-    KeyRegisters,
+    GradientRegisters,
     PairRegisters,
     QueryRegisters,
     Tiles,
@@ -127,7 +127,7 @@ def build_backward_gradients(dtype):
     ):
         with T.Kernel(BLOCKS, threads=BACKWARD_GRADIENTS.threads) as block:
             t, b = Tiles(dtype), Barriers()
-            of_queries, of_keys = QueryRegisters("_queries"), KeyRegisters("_keys")
+            of_queries, of_keys = QueryRegisters("_queries"), GradientRegisters("_keys")
             of_pairs = PairRegisters("_pairs")
             T.annotate_layout({of_pairs.columns: column_fragment()})
             thread = T.get_thread_binding()

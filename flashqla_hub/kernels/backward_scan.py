@@ -1,10 +1,13 @@
 """Gated delta rule, backward: states and their gradients, half of a value head in one direction a block (SM90).
 
-Per chunk, with the solve X D and the scores P of `backward_factor.py` and row scales read, write, query, take from there:
+Per chunk, with its solve A of `factor.py`, the row scales read, write, query, take of `backward_rows.py` and scores P:
 
-    forward     E = X D (V - read K S)           S <- 2^(G_end) S + (write K)^T E
-    reverse     dN = P^T dO + write K dS         dV = (X D)^T dN
+    forward     W = A (V - read K S)             S <- 2^(G_end) S + (write K)^T W
+    reverse     P[t, s] = row_t (q_t . k_s) 2^(G_t - reference_s) column_s for s <= t, else 0
+                dW = P^T dO + write K dS         dV = A^T dW
                 dS <- 2^(G_end) dS + (query Q)^T dO - (take K)^T dV
+
+W is what a token writes, and its error e, but for the scales of A's rows, which `backward_rows.py` has seen to.
 
 S is stored before each chunk, dS behind it. Value columns do not mix, so a block takes 64 of them: 32 heads, two halves and
 two directions fill the card; with fewer blocks sequences are cut into segments. What starts a segment, and which blocks of a
@@ -15,22 +18,24 @@ The state stands transposed in registers and is the left operand of its products
 products; what it does beside them is to put the state, then errors or dv into shared memory, and to take v or do of the next
 chunk.
 
-Reads        q k [T, H, 128] · v dout [T, HV, 128] · solve scores row_scales bound of `backward_factor.py` ·
-             segments [segment_slots, 6] · initial state and gradient of the final state f32
+Reads        q k [T, H, 128] · v dout [T, HV, 128] · solve [slots, HV, 96, 32] · row_scales pair_scales bound of
+             `backward_rows.py` · segments [segment_slots, 6] · initial state and gradient of the final state f32
 Writes       errors [slots, HV, 2, C, 64] · states dstates [slots, HV, 2, 64, 128], transposed · dv [T, HV, 128] ·
              gradient of the initial state f32
 In between   segment_states f32, transitions in two 16-bit parts, plain and turned, with the squared norms of their rows,
              whether a segment forgets
 
 Role          threads   registers   per chunk
-state         1 x 128   255         S and E, or dS and dV, of 64 value columns; zeros behind the end
-loader        1 x 32    255         before the chunks: transitions of the links, in the places of k and q
-                                    k, v, solve, row scales; in reverse also q, scores and do instead of v; three stages
-storers       2 x 32    255         the state tile; errors or dv
+state         1 x 128   240         S and W or e, or dS and dV, of 64 value columns; zeros behind the end
+scores        1 x 128   184         P of the chunks ahead, in reverse
+loader        1 x 32    80          before the chunks: transitions of the links, in the places of k and q
+                                    k, v, solve, row scales; in reverse also q, pair scales and do instead of v; three stages
+storers       2 x 32    80          the state tile; errors or dv
 
 Barrier         set by         waited on by     arrivals
-chunk_ready     loader         state            1 and the bytes
+chunk_ready     loader         state, scores    1 and the bytes
 chunk_free      state          loader           4
+scores_ready    scores         state            4; who lets a chunk go has read its scores, whose place it frees too
 state_ready     state          state storer     4
 state_free      state storer   state            1
 values_ready    state          value storer     4
@@ -52,6 +57,7 @@ from ._backward_scan_roles import (
     load_links,
     load_reverse,
     load_state,
+    make_scores,
     store_errors,
     store_gradient,
     store_segment,
@@ -59,11 +65,19 @@ from ._backward_scan_roles import (
     store_transition,
     store_value_gradients,
 )
-from ._backward_scan_tiles import BACKWARD_SCAN_PROTOCOL, Barriers, ForwardRegisters, GradientRegisters, Tiles
+from ._backward_scan_tiles import (
+    BACKWARD_SCAN_PROTOCOL,
+    Barriers,
+    ForwardRegisters,
+    GradientRegisters,
+    ScoreRegisters,
+    Tiles,
+)
 from ._backward_segments import FORWARD, MAKE_GRADIENT, MAKERS, REVERSE, describe_outputs, describe_states
 from ._sm90 import (
     BACKWARD_SCAN,
     CHUNK,
+    HALF_CHUNK,
     HEAD_DIM,
     ITEM_END,
     ITEM_HEAD,
@@ -72,8 +86,10 @@ from ._sm90 import (
     ITEM_SEQUENCE,
     ITEM_START,
     ITEM_WORDS,
+    PAIR_VECTORS,
     ROW_VECTORS,
     SEGMENT_WORDS,
+    TRIANGLE_ROWS,
     VALUE_TILE,
     WARP,
     WARPGROUP,
@@ -82,6 +98,7 @@ from ._tile import swizzled, transposed_fragment
 
 PROTOCOL = BACKWARD_SCAN_PROTOCOL
 HALVES, DIRECTIONS = BACKWARD_SCAN.halves, BACKWARD_SCAN.directions
+SCORE_ROLE, MOVERS = WARPGROUP, 2 * WARPGROUP  # first threads of roles
 PARTS = 4  # of a stored transition
 
 
@@ -100,9 +117,9 @@ def build_backward_scan(dtype):
         k: T.StridedTensor((tokens, key_heads, HEAD_DIM), (k_t, k_h, 1), dtype),
         v: T.StridedTensor((tokens, value_heads, HEAD_DIM), (v_t, v_h, 1), dtype),
         dout: T.StridedTensor((tokens, value_heads, HEAD_DIM), (do_t, do_h, 1), dtype),
-        solve: T.Tensor((chunk_slots, value_heads, CHUNK, CHUNK), dtype),
-        scores: T.Tensor((chunk_slots, value_heads, CHUNK, CHUNK), dtype),
+        solve: T.Tensor((chunk_slots, value_heads, TRIANGLE_ROWS, HALF_CHUNK), dtype),
         row_scales: T.Tensor((chunk_slots, value_heads, ROW_VECTORS, CHUNK), "float32"),
+        pair_scales: T.Tensor((chunk_slots, value_heads, PAIR_VECTORS, CHUNK), "float32"),
         bound: T.Tensor((chunk_slots, value_heads), "float32"),
         segments: T.Tensor((segment_slots, SEGMENT_WORDS), "int32"),
         initial: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
@@ -126,7 +143,7 @@ def build_backward_scan(dtype):
     ):
         with T.Kernel(blocks, threads=BACKWARD_SCAN.threads) as block:
             t, b = Tiles(dtype), Barriers()
-            ahead, back = ForwardRegisters(dtype), GradientRegisters(dtype)
+            ahead, back, pairs = ForwardRegisters(dtype), GradientRegisters(dtype), ScoreRegisters()
             T.annotate_layout(
                 {part: transposed_fragment(VALUE_TILE) for part in (ahead.v, ahead.o, back.v, back.o)}
                 | {tile: swizzled(tile) for tile in (*t.values, t.out)}
@@ -166,7 +183,8 @@ def build_backward_scan(dtype):
             for word in T.unroll(ITEM_WORDS):
                 item[word] = t.item[word]
             column = half * VALUE_TILE
-            if thread < WARPGROUP:
+            if thread < SCORE_ROLE:
+                T.set_max_nreg(BACKWARD_SCAN.state.registers, 1)
                 value_stride = T.Select(state_v_first != 0, HEAD_DIM, 1)
                 key_stride = T.Select(state_v_first != 0, 1, HEAD_DIM)
                 matrix = t.item[ITEM_SEQUENCE] * value_heads + t.item[ITEM_HEAD]
@@ -200,22 +218,30 @@ def build_backward_scan(dtype):
                     store_gradient(
                         back.S, t.item[ITEM_END], matrix, half, dinitial, lead[0], value_stride, key_stride
                     )  # fmt: skip
-            elif thread < WARPGROUP + WARP:
-                if direction == FORWARD:
-                    load_links(thread, t, b, item, -1, value_heads, PLAIN, transitions)
-                    load_forward(thread, t, b, item, head, key_head, column, k, v, solve, row_scales)
-                else:
-                    load_links(thread, t, b, item, 1, value_heads, TURNED, transitions)
-                    load_reverse(thread, t, b, item, head, key_head, column, q, k, dout, solve, scores, row_scales)
-            elif thread < WARPGROUP + 2 * WARP:
-                if direction == FORWARD:
-                    store_states(thread, t, b, item, head, half, False, states)
-                else:
-                    store_states(thread, t, b, item, head, half, True, dstates)
-            elif thread < WARPGROUP + 3 * WARP:
-                if direction == FORWARD:
-                    store_errors(thread, t, b, item, head, half, errors)
-                else:
-                    store_value_gradients(thread, thread % WARP, t, b, item, head, column, dv)
+            elif thread < MOVERS:
+                T.set_max_nreg(BACKWARD_SCAN.scores.registers, 1)
+                if direction == REVERSE:
+                    make_scores(thread, dtype, t, b, pairs, item)
+            else:
+                T.set_max_nreg(BACKWARD_SCAN.movers.registers, 0)
+                if thread < MOVERS + WARP:
+                    if direction == FORWARD:
+                        load_links(thread, t, b, item, -1, value_heads, PLAIN, transitions)
+                        load_forward(thread, t, b, item, head, key_head, column, k, v, solve, row_scales)
+                    else:
+                        load_links(thread, t, b, item, 1, value_heads, TURNED, transitions)
+                        load_reverse(
+                            thread, t, b, item, head, key_head, column, q, k, dout, solve, row_scales, pair_scales
+                        )
+                elif thread < MOVERS + 2 * WARP:
+                    if direction == FORWARD:
+                        store_states(thread, t, b, item, head, half, False, states)
+                    else:
+                        store_states(thread, t, b, item, head, half, True, dstates)
+                elif thread < MOVERS + 3 * WARP:
+                    if direction == FORWARD:
+                        store_errors(thread, t, b, item, head, half, errors)
+                    else:
+                        store_value_gradients(thread, thread % WARP, t, b, item, head, column, dv)
 
     return backward_scan

@@ -9,6 +9,11 @@ free of it. What is written is scaled once more so that its product serves the s
 
 Only decays from an earlier to a later token are formed. A row behind the sequence's end is a zero row of L with beta 0.
 
+There are two other forms. The backward uses the operand of the *kept* one, too: A[t, s] beta_s = beta_t X[t, s], and X, of
+`_error_solve.py`, gives errors. Its product with values is what is written, from which the backward has the errors back,
+since a row of X does not know its beta; one closer to zero than WEAKEST_STRENGTH counts as that. In float16 writes might leave
+the range, and the backward takes the form *of errors*, X[t, s] 2^(G_t - G_s).
+
 The bound of a chunk is log2 of a norm that the product of its transitions does not exceed (`_segments.py`): G_end, plus
 room for keys a little longer than 1, or UNCERTAIN where beta |k|^2 may exceed 2.
 
@@ -36,6 +41,7 @@ key_ready     warp 0        all              1
 
 import tilelang.language as T
 
+from . import _error_solve, _solve
 from ._segments import find_sequence, offset
 from ._sm90 import (
     CHUNK,
@@ -54,9 +60,10 @@ from ._sm90 import (
     UPPER_LEFT,
     VANISHING,
     WARP,
+    WEAKEST_STRENGTH,
     WRITE_SLACK,
 )
-from ._solve import HALF, invert_leaf, join_blocks, join_leaves, join_row, load_left
+from ._solve import HALF, load_left
 from ._tile import Group, alloc_barriers, arrive, find_reference, fraction, linear, wait
 
 LOG2_E = 1.4426950408889634
@@ -65,6 +72,7 @@ ZERO_BLOCKS = 128  # about one an SM
 WORDS_PER_HEAD = HEAD_DIM // 2  # two 16-bit values a word
 SIDES = FACTOR.sides
 SIDE = FACTOR.warps_per_side * WARP  # threads
+OPERAND, KEPT, ERRORS = "operand", "kept", "errors"  # forms
 EIGHT = 8  # 16-bit values of a 16-byte access
 LINES = WARP // EIGHT  # rows of 128 bytes that a warp writes at once
 LANES_PER_ROW = HALF // EIGHT  # of a row of a quarter of the operand
@@ -115,14 +123,15 @@ def load_gates(gate, strength, g, beta, head, first, rows, lane):
 
 
 @T.macro
-def sum_gates(dtype, t, buffer, side, gate, strength, decay, slot, head, rows, lane):
+def sum_gates(dtype, form, t, buffer, side, gate, strength, decay, slot, head, rows, lane):
     """Decays of a chunk, in log2, and what follows from them; one warp, two tokens a lane."""
     total, carried, last = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
     reference, factored = T.alloc_local((1,), "float32"), T.alloc_local((1,), "int32")
     for e in T.unroll(2):
         gate[e] = T.Select(2 * lane + e < rows, gate[e] * LOG2_E, 0.0)
         gate[e] = T.Select(gate[e] < STRONGEST_GATE, STRONGEST_GATE, gate[e])
-        strength[e] = T.Select(2 * lane + e < rows, strength[e], 0.0)
+        own = never_zero(strength[e]) if form == KEPT else strength[e]
+        strength[e] = T.Select(2 * lane + e < rows, own, 0.0)
     total = gate[0] + gate[1]
     for step in T.unroll(5):
         carried = T.shfl_up(total, 1 << step)
@@ -137,14 +146,22 @@ def sum_gates(dtype, t, buffer, side, gate, strength, decay, slot, head, rows, l
         decay[slot, head, 2 * lane + e] = gate[e]
     for e in T.vectorized(2):
         t.beta[buffer, side, 2 * lane + e] = strength[e]
+    if form == ERRORS:
+        factored[0] = 0
     for e in T.vectorized(2):
         t.strength[buffer, side, 2 * lane + e] = T.cast(strength[e], "float16")
     for e in T.vectorized(2):
-        t.row_decay[buffer, side, 2 * lane + e] = gate[e] + fraction(last - gate[e])
+        t.row_decay[buffer, side, 2 * lane + e] = gate[e] + (0.0 if form == ERRORS else fraction(last - gate[e]))
     for e in T.vectorized(2):
-        t.column_scale[buffer, side, 2 * lane + e] = strength[e] * T.exp2(reference[0] - gate[e])
+        own = strength[e] if form == OPERAND else 1.0
+        t.column_scale[buffer, side, 2 * lane + e] = own * T.exp2(reference[0] - gate[e])
     if lane == 0:
         t.factored[buffer, side] = factored[0]
+
+
+def never_zero(strength):
+    """A writing strength, or WEAKEST_STRENGTH if it is closer to zero."""
+    return T.Select(T.abs(strength) < WEAKEST_STRENGTH, WEAKEST_STRENGTH, strength)
 
 
 def place_of_leaf_entry(row, column):
@@ -222,7 +239,7 @@ def clear_flags(ready, segment_rows, part, thread):
 
 
 @T.macro
-def scale_factored(dtype, t, buffer, side, values, sign, norms, row, column, lane):
+def scale_factored(dtype, t, buffer, side, values, sign, scales, row, column, lane):
     """sign * values, the 16 x 16 block of X at (row, column) in an mma's registers, scaled, to its place in the operand."""
     scale = T.alloc_local((2,), "float32")
     for half in T.unroll(2):
@@ -232,12 +249,12 @@ def scale_factored(dtype, t, buffer, side, values, sign, norms, row, column, lan
         for lower in T.unroll(2):
             for e in T.vectorized(2):
                 t.k[row + lane // 4 + lower * 8, side * CHUNK + at + e] = T.cast(
-                    sign * values[half * 4 + lower * 2 + e] * scale[e] * norms[lower], dtype
+                    sign * values[half * 4 + lower * 2 + e] * scale[e] * scales[lower], dtype
                 )
 
 
 @T.macro
-def scale_pairwise(dtype, t, buffer, side, values, sign, norms, row, column, lane):
+def scale_pairwise(dtype, form, t, buffer, side, values, sign, scales, row, column, lane):
     """The same of a chunk that is not factored."""
     scale, decays = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
     since = T.alloc_var("float32")
@@ -249,7 +266,8 @@ def scale_pairwise(dtype, t, buffer, side, values, sign, norms, row, column, lan
             own = row + lane // 4 + lower * 8
             for e in T.unroll(2):
                 since = T.Select(own >= at + e, t.row_decay[buffer, side, own] - decays[e], VANISHING)
-                scale[e] = t.beta[buffer, side, at + e] * T.exp2(since) * norms[lower]
+                own_strength = t.beta[buffer, side, at + e] if form == OPERAND else 1.0
+                scale[e] = own_strength * T.exp2(since) * scales[lower]
             for e in T.vectorized(2):
                 t.k[own, side * CHUNK + at + e] = T.cast(sign * values[half * 4 + lower * 2 + e] * scale[e], dtype)
 
@@ -264,46 +282,49 @@ def load_block(X, row, column, values, lane):
 
 
 @T.macro
-def load_norms(t, row, norms, lane):
-    """1 / |k| of the two rows of a block that a lane holds."""
+def load_scales(form, t, buffer, side, row, scales, lane):
+    """What multiplies the two rows of a block that a lane holds: 1 / |k|, times beta if it is kept, or 1 for errors."""
     for lower in T.unroll(2):
-        norms[lower] = t.norm[row + lane // 4 + lower * 8]
+        own = row + lane // 4 + lower * 8
+        scales[lower] = 1.0 if form == ERRORS else t.norm[own]
+        if form == KEPT:
+            scales[lower] *= t.beta[buffer, side, own]
 
 
 @T.macro
-def scale_own_blocks(dtype, t, X, buffer, side, part, lane):
+def scale_own_blocks(dtype, form, t, X, buffer, side, part, lane):
     """Rows 32 part to 32 part + 31 of X, of their own three blocks, in place."""
-    values, norms = T.alloc_local((8,), "float32"), T.alloc_local((2,), "float32")
+    values, scales = T.alloc_local((8,), "float32"), T.alloc_local((2,), "float32")
     first, token, middle = side * CHUNK, part * HALF, part * HALF + SOLVE_BLOCK
-    load_norms(t, token, norms, lane)
+    load_scales(form, t, buffer, side, token, scales, lane)
     load_block(X, token, first + token, values, lane)
     if t.factored[buffer, side] != 0:
-        scale_factored(dtype, t, buffer, side, values, 1.0, norms, token, token, lane)
-        load_norms(t, middle, norms, lane)
+        scale_factored(dtype, t, buffer, side, values, 1.0, scales, token, token, lane)
+        load_scales(form, t, buffer, side, middle, scales, lane)
         load_block(X, middle, first + token, values, lane)
-        scale_factored(dtype, t, buffer, side, values, 1.0, norms, middle, token, lane)
+        scale_factored(dtype, t, buffer, side, values, 1.0, scales, middle, token, lane)
         load_block(X, middle, first + middle, values, lane)
-        scale_factored(dtype, t, buffer, side, values, 1.0, norms, middle, middle, lane)
+        scale_factored(dtype, t, buffer, side, values, 1.0, scales, middle, middle, lane)
     else:
-        scale_pairwise(dtype, t, buffer, side, values, 1.0, norms, token, token, lane)
-        load_norms(t, middle, norms, lane)
+        scale_pairwise(dtype, form, t, buffer, side, values, 1.0, scales, token, token, lane)
+        load_scales(form, t, buffer, side, middle, scales, lane)
         load_block(X, middle, first + token, values, lane)
-        scale_pairwise(dtype, t, buffer, side, values, 1.0, norms, middle, token, lane)
+        scale_pairwise(dtype, form, t, buffer, side, values, 1.0, scales, middle, token, lane)
         load_block(X, middle, first + middle, values, lane)
-        scale_pairwise(dtype, t, buffer, side, values, 1.0, norms, middle, middle, lane)
+        scale_pairwise(dtype, form, t, buffer, side, values, 1.0, scales, middle, middle, lane)
 
 
 @T.macro
-def scale_row(dtype, t, buffer, side, low, high, row, lane):
+def scale_row(dtype, form, t, buffer, side, low, high, row, lane):
     """16 rows of X[32:, :32], from `row` on; `low` and `high` are their negatives."""
-    norms = T.alloc_local((2,), "float32")
-    load_norms(t, row, norms, lane)
+    scales = T.alloc_local((2,), "float32")
+    load_scales(form, t, buffer, side, row, scales, lane)
     if t.factored[buffer, side] != 0:
-        scale_factored(dtype, t, buffer, side, low, -1.0, norms, row, 0, lane)
-        scale_factored(dtype, t, buffer, side, high, -1.0, norms, row, SOLVE_BLOCK, lane)
+        scale_factored(dtype, t, buffer, side, low, -1.0, scales, row, 0, lane)
+        scale_factored(dtype, t, buffer, side, high, -1.0, scales, row, SOLVE_BLOCK, lane)
     else:
-        scale_pairwise(dtype, t, buffer, side, low, -1.0, norms, row, 0, lane)
-        scale_pairwise(dtype, t, buffer, side, high, -1.0, norms, row, SOLVE_BLOCK, lane)
+        scale_pairwise(dtype, form, t, buffer, side, low, -1.0, scales, row, 0, lane)
+        scale_pairwise(dtype, form, t, buffer, side, high, -1.0, scales, row, SOLVE_BLOCK, lane)
 
 
 @T.macro
@@ -340,34 +361,44 @@ def meet(side):
 
 @T.macro
 def solve_heads(
-    dtype, t, X, g, beta, operand, decay, bound, segment_rows, slot, head, group, first, rows, side, part, lane
-):
+    dtype, form, t, X, g, beta, operand, decay, bound, segment_rows, slot, head, group, first, rows, side, part,
+    own,
+):  # fmt: skip
     """Value heads head + side, head + side + SIDES, ... of the key head; gates are loaded a round ahead."""
     gate, strength = T.alloc_local((2,), "float32"), T.alloc_local((2,), "float32")
     low, high = T.alloc_local((8,), "float32"), T.alloc_local((8,), "float32")
     top, token, quarter = side * CHUNK, part * HALF, T.Select(part == 0, UPPER_LEFT, LOWER_RIGHT)
+    solve = _solve if form == OPERAND else _error_solve
+    factors = t.beta if form == ERRORS else t.strength  # float16 may not round the strengths of its errors once more
     for turn in T.serial(T.truncdiv(group + SIDES - 1 - side, SIDES)):
+        if form == OPERAND:
+            lane = own
+        else:
+            lane = T.shfl_sync(own, own)  # the compiler would keep more addresses in registers than it can
         buffer = turn % 2
         current = turn * SIDES + side
         has_next = current + SIDES < group
         if part == 1:
             if has_next:
                 load_gates(gate, strength, g, beta, head + current + SIDES, first, rows, lane)
-        invert_leaf(t.leaves, t.beta, buffer, side, X, top, part, lane)
+        solve.invert_leaf(t.leaves, t.beta, buffer, side, X, top, part, lane)
         T.sync_warp()
-        join_leaves(t.kk, X, t.strength, buffer, side, top, token, lane)
+        solve.join_leaves(t.kk, X, factors, buffer, side, top, token, lane)
         T.sync_warp()
-        join_blocks(t.kk, X, t.strength, buffer, side, top, token, lane)
+        solve.join_blocks(t.kk, X, factors, buffer, side, top, token, lane)
         meet(side)
-        join_row(t.kk, X, t.strength, buffer, side, top, part, low, high, lane)
-        scale_row(dtype, t, buffer, side, low, high, HALF + part * SOLVE_BLOCK, lane)
+        solve.join_row(t.kk, X, factors, buffer, side, top, part, low, high, lane)
+        scale_row(dtype, form, t, buffer, side, low, high, HALF + part * SOLVE_BLOCK, lane)
         if part == 1:
             if has_next:
-                sum_gates(dtype, t, 1 - buffer, side, gate, strength, decay, slot, head + current + SIDES, rows, lane)
+                sum_gates(
+                    dtype, form, t, 1 - buffer, side, gate, strength, decay, slot, head + current + SIDES,
+                    rows, lane,
+                )  # fmt: skip
         meet(side)
         row = part * SOLVE_BLOCK
         store_operand(dtype, t, side, operand, slot, head + current, HALF + row, 0, LOWER_LEFT + row, SOLVE_BLOCK, lane)
-        scale_own_blocks(dtype, t, X, buffer, side, part, lane)
+        scale_own_blocks(dtype, form, t, X, buffer, side, part, lane)
         T.sync_warp()
         store_operand(dtype, t, side, operand, slot, head + current, token, token, quarter, HALF, lane)
         if T.And(part == 0, segment_rows > 0):
@@ -375,8 +406,8 @@ def solve_heads(
         T.sync_warp()
 
 
-def build_factor(dtype):
-    """The prim_func for q, k, v of `dtype`; arguments in README.md."""
+def build_factor(dtype, form=OPERAND):
+    """The prim_func for q, k, v of `dtype` in one of the three forms; arguments in README.md."""
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     chunk_slots, words, row_words = T.dynamic("chunk_slots"), T.dynamic("words"), T.dynamic("row_words")
     segment_rows = T.dynamic("segment_rows")
@@ -400,7 +431,7 @@ def build_factor(dtype):
         sequences: T.int32,
     ):
         with T.Kernel(chunk_slots * key_heads + ZERO_BLOCKS, threads=FACTOR.threads) as block:
-            T.annotate_min_blocks_per_sm(FACTOR.blocks_per_sm)
+            T.annotate_min_blocks_per_sm(4 if form == ERRORS else FACTOR.blocks_per_sm)
             t = Tiles(dtype)
             T.annotate_layout({tile: linear(tile) for tile in [t.kk]})
             X = T.view(t.k, (CHUNK, HEAD_DIM), "float16")
@@ -440,7 +471,7 @@ def build_factor(dtype):
                 T.wgmma_gemm(t.k, t.k, KK, transpose_B=True, clear_accum=True)
                 if part == 1:
                     if side < group:
-                        sum_gates(dtype, t, 0, side, gate, strength, decay, slot, head + side, rows, lane)
+                        sum_gates(dtype, form, t, 0, side, gate, strength, decay, slot, head + side, rows, lane)
                 T.wait_wgmma(0)
                 if rows < CHUNK:
                     for a, c in T.Parallel(CHUNK, CHUNK):
@@ -452,6 +483,7 @@ def build_factor(dtype):
                     key_norm[slot, key_head, thread] = t.norm[thread]
                 solve_heads(
                     dtype,
+                    form,
                     t,
                     X,
                     g,

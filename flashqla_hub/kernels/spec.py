@@ -31,6 +31,7 @@ class FactorSpec:
     """Per chunk and key head: gate sums, key norms and the chunk's solve of every value head."""
 
     dtype: str
+    form: str = "operand"  # or "kept", for the backward too, or "errors", for the backward alone
     # K K^T is 8 wgmma of depth 16; a warp joins 8-blocks (2 + 2 mma.sync), 16-blocks (2 + 2) and 32-blocks (a loop of 4,
     # then 6).
     minimum_instructions: Mapping[str, int] = field(
@@ -40,12 +41,12 @@ class FactorSpec:
 
     @property
     def name(self) -> str:
-        return f"factor_{self.dtype}"
+        return f"factor_{self.dtype}" if self.form == "operand" else f"factor_{self.form}_{self.dtype}"
 
     def build(self) -> Any:
         from .factor import build_factor
 
-        return build_factor(DTYPES[self.dtype])
+        return build_factor(DTYPES[self.dtype], self.form)
 
 
 @dataclass(frozen=True)
@@ -340,22 +341,22 @@ class BackwardPlanSpec:
 
 
 @dataclass(frozen=True)
-class BackwardFactorSpec:
-    """Per chunk and key head: solve, scores and row scales of every value head for the backward."""
+class BackwardRowsSpec:
+    """Per chunk: norms of keys and queries, and scales of the rows of every value head for the backward."""
 
     dtype: str
-    # K K^T and Q K^T are 8 wgmma each; mma.sync as in the forward's factor.
-    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"HGMMA": 16, "HMMA": 22, "UTMALDG": 4})
+    # Four rows of q or of k on the way; nine pairs of scales.
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 12, "STG": 12})
     pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
 
     @property
     def name(self) -> str:
-        return f"backward_factor_{self.dtype}"
+        return f"backward_rows_{self.dtype}"
 
     def build(self) -> Any:
-        from .backward_factor import build_backward_factor
+        from .backward_rows import build_backward_rows
 
-        return build_backward_factor(DTYPES[self.dtype])
+        return build_backward_rows(DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -364,9 +365,9 @@ class BackwardScanSpec:
 
     dtype: str
     # Forward 8 + 4 + 4 wgmma (K S, solve, state), reverse 8 + 4 + 4 + 4 + 4 (K dS, scores, queries, solve, keys), with and
-    # without outputs; a link 6 of depth 64 in either direction.
+    # without outputs; a link 6 of depth 64 in either direction; 8 more are Q K^T.
     minimum_instructions: Mapping[str, int] = field(
-        default_factory=lambda: {"HGMMA": 128, "UTMALDG": 28, "UTMASTG": 6, "LDSM": 24, "STSM": 24}
+        default_factory=lambda: {"HGMMA": 136, "UTMALDG": 28, "UTMASTG": 6, "LDSM": 24, "STSM": 24}
     )
     pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
 
@@ -403,11 +404,13 @@ class BackwardGradientsSpec:
 
 SPECS = (
     *(FactorSpec(dtype) for dtype in DTYPES),
+    FactorSpec("bf16", "kept"),
+    FactorSpec("fp16", "errors"),
     *(RecurrenceSpec(dtype) for dtype in DTYPES),
     *(ShortSpec(dtype) for dtype in DTYPES),
     *(RecurrenceSpec(dtype, of_long=True) for dtype in DTYPES),
     BackwardPlanSpec(),
-    *(BackwardFactorSpec(dtype) for dtype in DTYPES),
+    *(BackwardRowsSpec(dtype) for dtype in DTYPES),
     *(BackwardScanSpec(dtype) for dtype in DTYPES),
     *(BackwardGradientsSpec(dtype) for dtype in DTYPES),
     *(ConvolutionSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS, ("exact", "general"))),

@@ -94,10 +94,25 @@ def compiled_backward(part, compiled, monkeypatch) -> list[dict]:
     calls = []
 
     def stand_in(
-        q, k, v, g, beta, initial_state, cu_seqlens, do, dht, scale, l2norm, state_v_first, output_dinitial, segment
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        cu_seqlens,
+        do,
+        dht,
+        scale,
+        l2norm,
+        state_v_first,
+        output_dinitial,
+        segment,
+        kept,
     ):
         calls.append(
             {"q": q, "k": k, "v": v, "do": do, "dht": dht, "initial_state": initial_state, "segment_chunks": segment}
+            | {"kept": kept}
         )
         assert not state_v_first and output_dinitial == (initial_state is not None)
         *grads, dh0 = gated_delta_rule_backward(
@@ -143,6 +158,80 @@ def test_the_plan_of_the_forward_is_that_of_its_backward(kernel, compiled_backwa
     assert [call["segment_chunks"] for call in compiled_backward] == [segment_chunks, segment_chunks]
 
 
+@pytest.fixture
+def kept(part, compiled_backward, monkeypatch) -> list[torch.Tensor]:
+    """A stand-in for the forward that keeps what its backward can use; what it has kept."""
+    path, tensors = part("gated_delta_rule.sm90_path"), []
+    plain = path.ops.sm90_gated_delta_rule_fwd
+
+    def stand_in(q, k, v, g, beta, initial_state, cu_seqlens, *options):
+        tensors.append(torch.full(path.residual_shape(q, v, cu_seqlens), float(len(tensors) + 1), dtype=q.dtype))
+        return *plain(q, k, v, g, beta, initial_state, cu_seqlens, *options), tensors[-1]
+
+    monkeypatch.setattr(path.ops, "sm90_gated_delta_rule_fwd_kept", stand_in, raising=False)
+    return tensors
+
+
+def bfloat16_leaves(seed, **options):
+    problem = make_problem(1, 200, 1, 2, seed=seed, **options, **ROOMY).to(torch.bfloat16)
+    return problem, [getattr(problem, name).clone().requires_grad_() for name in TENSORS]
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 64, 64, 200]])
+def test_what_a_forward_in_bfloat16_keeps_reaches_its_backward(kernel, compiled_backward, kept, bounds):
+    problem, leaves = bfloat16_leaves(1382, bounds=bounds)
+    o, _ = kernel.chunk_gated_delta_rule(*leaves, cu_seqlens=problem.cu_seqlens)
+    o.sum().backward()
+    assert [list(x.shape) for x in kept] == [[200 // 64 + (1 if bounds is None else 3), 2, 96, 32]]
+    assert torch.equal(compiled_backward[0]["kept"], kept[0])
+
+
+def test_nothing_is_kept_where_no_gradient_is_wanted(kernel, compiled_backward, kept):
+    problem, leaves = bfloat16_leaves(1384)
+    with torch.no_grad():
+        kernel.chunk_gated_delta_rule(*leaves)
+    kernel.chunk_gated_delta_rule(*(getattr(problem, name) for name in TENSORS))
+    assert not kept
+
+
+def test_checkpointing_keeps_nothing_until_the_forward_runs_again(kernel, compiled_backward, kept):
+    _, leaves = bfloat16_leaves(1386)
+
+    def call(*tensors):
+        return kernel.chunk_gated_delta_rule(*tensors)[0]
+
+    o = torch.utils.checkpoint.checkpoint(call, *leaves, use_reentrant=True)
+    assert not kept
+    o.sum().backward()
+    assert len(kept) == 1 and torch.equal(compiled_backward[0]["kept"], kept[0])
+
+
+def test_empty_residuals_are_none_for_the_compiled_backward(kernel, compiled_backward):
+    problem, _ = bfloat16_leaves(1388)
+    kernel.chunk_gated_delta_rule_bwd(*(getattr(problem, name) for name in TENSORS), torch.empty(0), problem.do)
+    assert compiled_backward[0]["kept"] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_residuals_of_another_call_are_refused_by_the_compiled_backward_too(kernel, compiled_backward, dtype):
+    problem = make_problem(1, 200, 1, 2, seed=1390, **ROOMY).to(dtype)
+    inputs = [getattr(problem, name) for name in TENSORS]
+    with pytest.raises(ValueError, match="residuals has shape"):
+        kernel.chunk_gated_delta_rule_bwd(*inputs, torch.empty(3, 2, 96, 32, dtype=dtype), problem.do)
+    assert not compiled_backward
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bounds", [None, [0, 64, 64, 200]])
+@pytest.mark.parametrize("saves", [True, False])
+def test_tracers_expect_what_the_compiled_forward_keeps(part, compiled, kept, dtype, bounds, saves):
+    problem = make_problem(1, 200, 1, 2, seed=1392, bounds=bounds, **ROOMY).to(dtype)
+    arguments = (*(getattr(problem, name) for name in TENSORS), None, problem.cu_seqlens, 0.1, True)
+    real = part("gated_delta_rule.sm90_path").forward(*arguments, saves, "auto")
+    expected = part("gated_delta_rule.ops")._forward_fake(*arguments, 64, saves, "auto")
+    assert [(x.shape, x.dtype) for x in expected] == [(x.shape, x.dtype) for x in real]
+
+
 def test_a_backward_in_float16_is_not_cut(kernel, compiled_backward):
     problem = make_problem(1, 70, 1, 2, seed=1380, **ROOMY).to(torch.float16)
     kernel.chunk_gated_delta_rule_bwd(*(getattr(problem, name) for name in TENSORS), torch.empty(0), problem.do)
@@ -177,8 +266,11 @@ def test_library_knows_the_op_that_is_called(part, direction, with_optional):
     q, k, v = rows(dim=128), rows(dim=128), rows(dim=128)
     g = beta = torch.zeros(2, 6, 3)
     state = torch.zeros(2, 3, 128, 128) if with_optional else None
-    gradients = () if direction == "forward" else (v if with_optional else None, state)
+    if direction == "forward":
+        arguments = (0.1, True, with_optional, "auto")
+    else:
+        arguments = (torch.empty(0), v if with_optional else None, state, 0.1, True, "auto")
     with pytest.raises(
         NotImplementedError, match=f"sm90_gated_delta_rule_{'fwd' if direction == 'forward' else 'bwd'}"
     ):
-        getattr(path, direction)(q, k, v, g, beta, state, None, *gradients, 0.1, True, "auto")
+        getattr(path, direction)(q, k, v, g, beta, state, None, *arguments)

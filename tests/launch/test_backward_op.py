@@ -12,9 +12,10 @@ from layouts import COPIED, LOADABLE, strides_of_a_map
 H, HV = 2, 4
 BFLOAT16, FLOAT32 = 9, 7  # CU_TENSOR_MAP_DATA_TYPE_*
 L2_PROMOTION_128B = 2
-SWIZZLE_NONE, SWIZZLE_128B = 0, 3
+SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_128B = 0, 2, 3
 OP = "sm90_gated_delta_rule_bwd"
 NAMES = ("q", "k", "v", "g", "beta", "initial", "offsets", "dout", "dfinal")
+OPERAND = 14  # its place among the arguments
 RESULTS = ("dq", "dk", "dv", "dg", "dbeta", "dinitial")
 
 
@@ -34,6 +35,7 @@ class Call:
     state_v_first: bool = False
     output_dinitial: bool = True
     segment_chunks: int = 0
+    is_kept: bool = True  # what the forward keeps in bfloat16
 
 
 def make_arguments(call: Call) -> list[Any]:
@@ -45,6 +47,9 @@ def make_arguments(call: Call) -> list[Any]:
     def state(kind, value):
         return None if kind is None else torch.full((sequences, HV, 128, 128), value, dtype=getattr(torch, kind))
 
+    operand = None
+    if call.is_kept and call.dtype == "bfloat16":
+        operand = torch.zeros(call.batch * call.tokens // 64 + sequences, HV, 96, 32, dtype=dtype)
     return [
         projection[:, :, 0],
         projection[:, :, 1],
@@ -60,6 +65,7 @@ def make_arguments(call: Call) -> list[Any]:
         call.state_v_first,
         call.output_dinitial,
         call.segment_chunks,
+        operand,
     ]
 
 
@@ -69,6 +75,7 @@ def run(call: Call):
     results = op(OP, *arguments)
     addresses = {name: tensor.data_ptr() for name, tensor in zip(NAMES, arguments, strict=False) if tensor is not None}
     addresses |= {name: tensor.data_ptr() for name, tensor in zip(RESULTS, results, strict=True)}
+    addresses |= {} if arguments[OPERAND] is None else {"operand": arguments[OPERAND].data_ptr()}
     return launches(), addresses, [(tuple(tensor.shape), str(tensor.dtype)) for tensor in results]
 
 
@@ -106,18 +113,23 @@ def errors(address):
     return tile_map(address, (64, 64, 2, HV, SLOTS), (128, 8192, 16384, HV * 16384), (64, 64, 1, 1, 1))
 
 
-def squares(address):
-    """[slots, HV, 64, 64]."""
-    return tile_map(address, (64, 64, HV, SLOTS), (128, 8192, HV * 8192), (64, 64, 1, 1))
+def triangles(address):
+    """[slots, HV, 96, 32]."""
+    return tile_map(address, (32, 96, HV, SLOTS), (64, 6144, HV * 6144), (32, 96, 1, 1), swizzle=SWIZZLE_64B)
 
 
 def row_scales(address):
-    """[slots, HV, 6, 64]."""
-    return tile_map(address, (64, 6, HV, SLOTS), (256, 1536, HV * 1536), (64, 6, 1, 1), FLOAT32, SWIZZLE_NONE)
+    """[slots, HV, 7, 64]."""
+    return tile_map(address, (64, 7, HV, SLOTS), (256, 1792, HV * 1792), (64, 7, 1, 1), FLOAT32, SWIZZLE_NONE)
+
+
+def pair_scales(address):
+    """[slots, HV, 3, 64]."""
+    return tile_map(address, (64, 3, HV, SLOTS), (256, 768, HV * 768), (64, 3, 1, 1), FLOAT32, SWIZZLE_NONE)
 
 
 # Sizes that the compiler leaves out of a kernel's arguments when no address depends on them.
-DROPPABLE = {"blocks", "chunk_slots", "matrices", "rows", "segment_slots", "tokens", "words"}
+DROPPABLE = {"blocks", "chunk_slots", "matrices", "row_words", "rows", "segment_slots", "tokens", "words"}
 
 
 def assert_arguments(launch, expected):
@@ -128,7 +140,7 @@ def assert_arguments(launch, expected):
 
 def test_four_kernels_in_order(product_process):
     found, _, _ = product_process.run(run, PACKED)
-    names = ("plan", "factor_bf16", "scan_bf16", "gradients_bf16")
+    names = ("plan", "rows_bf16", "scan_bf16", "gradients_bf16")
     assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names]
     grids = [3 + 128, SLOTS * H, 3 * HV * 2 * 2, 132]
     assert [launch.grid for launch in found] == [(grid, 1, 1) for grid in grids]
@@ -184,29 +196,66 @@ def test_plan_of_a_dense_batch_needs_no_offsets(product_process):
     assert plan.arguments["chunk_slots"] == 350 // 64 + 5
 
 
-def test_factor_gets_tokens_and_gates(product_process):
-    [plan, factor, *_], addresses, _ = product_process.run(run, PACKED)
-    own = {name: factor.arguments[name] for name in ("solve", "scores", "row_scales", "norms", "bound")}
+def test_rows_get_tokens_and_gates(product_process):
+    [plan, rows, *_], addresses, _ = product_process.run(run, PACKED)
+    own = {name: rows.arguments[name] for name in ("row_scales", "pair_scales", "norms", "bound")}
+    strides = {"q_t": 2 * H * 128, "q_h": 128, "k_t": 2 * H * 128, "k_h": 128}
+    expected = (
+        own
+        | strides
+        | {
+            "q": addresses["q"],
+            "k": addresses["k"],
+            "g": addresses["g"],
+            "beta": addresses["beta"],
+            "chunks": plan.arguments["chunks"],
+            "chunk_slots": SLOTS,
+            "key_heads": H,
+            "value_heads": HV,
+            "tokens": 300,
+            "scale": 0.25,
+            "use_l2norm": 1,
+            "has_cuts": 0,
+        }
+    )
+    assert_arguments(rows, expected)
+    assert len({*own.values(), 0}) == 5
+
+
+def test_an_operand_that_was_not_kept_is_made_again(product_process):
+    found, addresses, _ = product_process.run(run, replace(PACKED, is_kept=False, segment_chunks=1))
+    names = ("backward_plan", "factor_kept_bf16", "backward_rows_bf16", *("backward_scan_bf16",) * 2)
+    assert [launch.kernel for launch in found] == [f"{name}_kernel" for name in (*names, "backward_gradients_bf16")]
+    _, factor, rows, makers, outputs, _ = found
+    own = {name: factor.arguments[name] for name in ("operand", "decay", "key_norm", "bound")}
     expected = own | {
-        "q_desc": key_rows(addresses["q"]),
         "k_desc": key_rows(addresses["k"]),
         "g": addresses["g"],
         "beta": addresses["beta"],
-        "chunks": plan.arguments["chunks"],
+        "cu_words": addresses["offsets"],
+        "ready": own["decay"],
+        "o_words": addresses["dv"],
         "chunk_slots": SLOTS,
         "key_heads": H,
         "value_heads": HV,
         "tokens": 300,
-        "scale": 0.25,
+        "words": 8,
+        "row_words": HV * 64,
+        "segment_rows": 0,
         "use_l2norm": 1,
-        "has_cuts": 0,
+        "words_per_entry": 2,
+        "dense_length": -1,
+        "sequences": 3,
     }
     assert_arguments(factor, expected)
-    assert len({*own.values(), 0}) == 6
+    assert factor.grid == (SLOTS * H + 128, 1, 1)
+    assert len({*own.values(), 0}) == 5
+    assert rows.arguments["bound"] == own["bound"]
+    assert makers.arguments["solve_desc"] == outputs.arguments["solve_desc"] == triangles(own["operand"])
 
 
 def test_scan_gets_everything(product_process):
-    [plan, factor, scan, gradients], addresses, _ = product_process.run(run, PACKED)
+    [plan, rows, scan, gradients], addresses, _ = product_process.run(run, PACKED)
     read = {name: gradients.arguments[f"{name}_desc"].address for name in ("errors", "states", "dstates")}
     expected = {
         "q_desc": key_rows(addresses["q"]),
@@ -215,13 +264,13 @@ def test_scan_gets_everything(product_process):
         "dout_desc": value_rows(addresses["dout"]),
         "dv_desc": value_rows(addresses["dv"]),
         "dv": addresses["dv"],
-        "solve_desc": squares(factor.arguments["solve"]),
-        "scores_desc": squares(factor.arguments["scores"]),
-        "row_scales_desc": row_scales(factor.arguments["row_scales"]),
+        "solve_desc": triangles(addresses["operand"]),
+        "row_scales_desc": row_scales(rows.arguments["row_scales"]),
+        "pair_scales_desc": pair_scales(rows.arguments["pair_scales"]),
         "errors_desc": errors(read["errors"]),
         "states_desc": states(read["states"]),
         "dstates_desc": states(read["dstates"]),
-        "bound": factor.arguments["bound"],
+        "bound": rows.arguments["bound"],
         "segments": plan.arguments["segments"],
         "segment_states": scan.arguments["segment_states"],
         "transitions": scan.arguments["transitions"],
@@ -253,13 +302,13 @@ def test_scan_gets_everything(product_process):
 def test_states_of_segments_are_made_by_a_launch_of_their_own(product_process):
     found, _, _ = product_process.run(run, replace(PACKED, segment_chunks=1))
     places = 300 // 64 + 3
-    names = ("plan", "factor_bf16", "scan_bf16", "scan_bf16", "gradients_bf16")
+    names = ("plan", "rows_bf16", "scan_bf16", "scan_bf16", "gradients_bf16")
     assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names]
     grids = [3 + 128, SLOTS * H, places * HV * 2 * 3, places * HV * 2 * 2, 132]
     assert [launch.grid for launch in found] == [(grid, 1, 1) for grid in grids]
-    plan, factor, makers, outputs, _ = (launch.arguments for launch in found)
+    plan, rows, makers, outputs, _ = (launch.arguments for launch in found)
     assert (plan["segment_chunks"], makers["segment_chunks"], outputs["segment_chunks"]) == (1, 1, 1)
-    assert (factor["has_cuts"], makers["makes_states"], outputs["makes_states"]) == (1, 1, 0)
+    assert (rows["has_cuts"], makers["makes_states"], outputs["makes_states"]) == (1, 1, 0)
     assert {name for name in makers if makers[name] != outputs[name]} == {"blocks", "makes_states"}
 
 
@@ -274,9 +323,9 @@ def test_a_negative_length_of_segments_is_refused(product_process):
 
 
 def test_gradients_get_everything(product_process):
-    [plan, factor, scan, gradients], addresses, _ = product_process.run(run, PACKED)
+    [plan, rows, scan, gradients], addresses, _ = product_process.run(run, PACKED)
     norms = tile_map(
-        factor.arguments["norms"], (64, 2, H, SLOTS), (256, 512, H * 512), (64, 2, 1, 1), FLOAT32, SWIZZLE_NONE
+        rows.arguments["norms"], (64, 2, H, SLOTS), (256, 512, H * 512), (64, 2, 1, 1), FLOAT32, SWIZZLE_NONE
     )
     expected = {
         "q_desc": key_rows(addresses["q"]),
@@ -286,7 +335,7 @@ def test_gradients_get_everything(product_process):
         "errors_desc": scan.arguments["errors_desc"],
         "states_desc": scan.arguments["states_desc"],
         "dstates_desc": scan.arguments["dstates_desc"],
-        "row_scales_desc": row_scales(factor.arguments["row_scales"]),
+        "row_scales_desc": row_scales(rows.arguments["row_scales"]),
         "norms_desc": norms,
         "chunks": plan.arguments["chunks"],
         "dq": addresses["dq"],
@@ -314,16 +363,17 @@ def test_flags_do_not_stand_for_each_other(product_process):
         (0, 0, 0, 1): replace(bare, state_v_first=True),
     }
     for expected, call in calls.items():
-        [_, factor, scan, gradients], _, _ = product_process.run(run, call)
+        [_, rows, scan, gradients], _, _ = product_process.run(run, call)
         assert tuple(scan.arguments[flag] for flag in flags) == expected
         assert 0 not in (scan.arguments[name] for name in ("initial", "dfinal", "dinitial"))
-        assert factor.arguments["use_l2norm"] == gradients.arguments["use_l2norm"] == 0
+        assert rows.arguments["use_l2norm"] == gradients.arguments["use_l2norm"] == 0
 
 
 def test_float16_has_kernels_of_its_own(product_process):
     found, _, described = product_process.run(run, replace(PACKED, dtype="float16"))
-    names = [f"backward_{name}_fp16_kernel" for name in ("factor", "scan", "gradients")]
-    assert [launch.kernel for launch in found] == ["backward_plan_kernel", *names]
+    names = [f"backward_{name}_fp16_kernel" for name in ("rows", "scan", "gradients")]
+    assert [launch.kernel for launch in found] == ["backward_plan_kernel", "factor_errors_fp16_kernel", *names]
+    assert found[3].arguments["solve_desc"].address == found[1].arguments["operand"]
     assert [dtype for _, dtype in described] == ["torch.float16"] * 3 + ["torch.float32"] * 3
 
 
@@ -336,9 +386,9 @@ def test_states_of_another_dtype_are_copied_to_float32(product_process, kind):
 
 
 def test_gates_of_another_dtype_are_copied(product_process):
-    [_, factor, *_], addresses, _ = product_process.run(run, replace(PACKED, gate_dtype="bfloat16"))
-    assert factor.arguments["g"] != addresses["g"]
-    assert factor.arguments["beta"] == addresses["beta"]
+    [_, rows, *_], addresses, _ = product_process.run(run, replace(PACKED, gate_dtype="bfloat16"))
+    assert rows.arguments["g"] != addresses["g"]
+    assert rows.arguments["beta"] == addresses["beta"]
 
 
 @pytest.mark.parametrize(
@@ -398,6 +448,8 @@ def with_a_token_less(tensor):
         (7, "with_one_head_more", "do.shape[2] is 5 and v gives 4"),
         (7, "with_a_token_less", "do.shape[1] is 299 and q gives 300"),
         (8, "with_a_token_less", "dht.shape[1] is 3 and the batch gives 4"),
+        (OPERAND, "with_a_token_less", "operand.shape[1] is 3 and"),
+        (OPERAND, "as_double", "operand"),
     ],
 )
 def test_a_wrong_argument_is_one_sentence_and_no_launch(product_process, index, change, words):
@@ -485,8 +537,10 @@ def fail_every_allocation_once(call: Call):
     return messages, torch_fake().fake_open_guards(), torch_fake().fake_live_allocations()
 
 
-def test_lack_of_memory_at_any_point_is_named_and_leaves_nothing_behind(product_process):
-    messages, guards, live = product_process.run(fail_every_allocation_once, replace(PACKED, gate_dtype="bfloat16"))
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_lack_of_memory_at_any_point_is_named_and_leaves_nothing_behind(product_process, is_kept):
+    call = replace(PACKED, gate_dtype="bfloat16", is_kept=is_kept)
+    messages, guards, live = product_process.run(fail_every_allocation_once, call)
     results = ["dq", "dk", "dv", "dg", "dbeta", "dh0"]
     assert [message.split()[4] for message in messages] == [*results, "workspace", "g"]
     assert guards == 0

@@ -15,6 +15,7 @@ from flashqla_hub.bench.rows import ROW_SETS, Row
 H, HV = 2, 4
 BFLOAT16, FLOAT16, FLOAT32 = 9, 6, 7  # CU_TENSOR_MAP_DATA_TYPE_*
 L2_PROMOTION_128B = 2
+KEPT = "sm90_gated_delta_rule_fwd_kept"
 SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_128B = 0, 2, 3
 
 
@@ -33,6 +34,7 @@ class Call:
     state_v_first: bool = False
     output_final_state: bool = True
     segment_chunks: int = 0
+    op: str = "sm90_gated_delta_rule_fwd"
 
 
 def make_arguments(call: Call) -> list[Any]:
@@ -62,10 +64,10 @@ def make_arguments(call: Call) -> list[Any]:
 def run(call: Call):
     """The recorded launches, the addresses of all tensors by name, and results' shapes and contents in brief."""
     arguments = make_arguments(call)
-    results = op("sm90_gated_delta_rule_fwd", *arguments)
+    results = op(call.op, *arguments)
     names = ("q", "k", "v", "g", "beta", "initial", "offsets")
     addresses = {name: tensor.data_ptr() for name, tensor in zip(names, arguments, strict=False) if tensor is not None}
-    addresses |= {name: tensor.data_ptr() for name, tensor in zip(("o", "final"), results, strict=True)}
+    addresses |= {name: tensor.data_ptr() for name, tensor in zip(("o", "final", "operand"), results, strict=False)}
     described = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in results]
     return launches(), addresses, described
 
@@ -111,6 +113,20 @@ def test_cut_sequences_have_blocks_that_make_states_before_those_that_make_outpu
     assert factor.arguments["ready"] == recurrence.arguments["ready"]
     workspaces = [recurrence.arguments[name] for name in ("states", "transitions", "reach", "ready", "bound")]
     assert 0 not in workspaces and len(set(workspaces)) == 5
+
+
+def test_what_the_backward_can_use_is_a_result_of_its_own(product_process):
+    found, addresses, described = product_process.run(run, replace(PACKED, op=KEPT))
+    assert [launch.kernel for launch in found] == ["factor_kept_bf16_kernel", "recurrence_bf16_kernel"]
+    assert described[2] == ((SLOTS, HV, 96, 32), "torch.bfloat16")
+    factor, recurrence = (launch.arguments for launch in found)
+    assert factor["operand"] == recurrence["operand_desc"].address == addresses["operand"]
+    [plain, _], others, _ = product_process.run(run, PACKED)
+    assert plain.arguments.keys() == factor.keys() and "operand" not in others
+    for name in ("segment_rows", "use_l2norm", "words_per_entry", "dense_length", "sequences"):
+        assert factor[name] == plain.arguments[name]
+    with pytest.raises(RuntimeError, match="q is not bfloat16, in which alone the SM90 backward uses the operand"):
+        product_process.run(run, replace(PACKED, op=KEPT, dtype="float16"))
 
 
 def test_whole_rounds_of_blocks_have_launches_of_their_own(product_process):

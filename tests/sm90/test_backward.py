@@ -150,7 +150,7 @@ def test_an_expanded_gradient_is_taken(kernel):
     assert_same(torch.autograd.grad(o.sum(), leaves, materialize_grads=True), gradients(kernel, ones))
 
 
-def test_the_forward_keeps_only_its_inputs(kernel):
+def test_the_forward_keeps_its_inputs_and_the_solve_of_each_chunk(kernel):
     problem, _ = with_leaves(on_gpu(make_problem(1, 2048, 4, 8, seed=90, states=(1, 2))))
     run(kernel, problem)
     torch.cuda.synchronize()
@@ -158,7 +158,8 @@ def test_the_forward_keeps_only_its_inputs(kernel):
     o, state = run(kernel, problem)
     kept = torch.cuda.memory_allocated() - before
     results = sum(x.numel() * x.element_size() for x in (o, state))
-    assert kept <= results + 4096
+    solves = (2048 // 64 + 1) * 8 * 96 * 32 * 2
+    assert results + solves <= kept <= results + solves + 8192
 
 
 @pytest.mark.parametrize("name", LEAVES)
@@ -171,7 +172,7 @@ def test_one_leaf_alone_gets_the_same_gradient(kernel, name):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_nothing_is_kept_and_no_bit_changes(kernel, mode):
+def test_without_gradients_nothing_is_kept_and_results_differ_in_rounding_only(kernel, mode):
     problem, _ = with_leaves(problem_with_states())
     expected = run(kernel, problem)
     with mode():
@@ -179,8 +180,9 @@ def test_without_gradients_nothing_is_kept_and_no_bit_changes(kernel, mode):
         results = run(kernel, problem)
         kept = torch.cuda.memory_allocated() - before
     assert kept <= sum(x.numel() * x.element_size() for x in results) + 4096
-    for ours, theirs in zip(results, expected, strict=True):
-        assert torch.equal(ours, theirs) and not ours.requires_grad and ours.grad_fn is None
+    for ours, theirs, name in zip(results, expected, ("o", "final_state"), strict=True):
+        difference = ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+        assert difference <= CEILING[name] and not ours.requires_grad and ours.grad_fn is None
 
 
 class Projected(torch.nn.Module):

@@ -101,6 +101,13 @@ def forward():
     return load_ops(LIBRARY).sm90_gated_delta_rule_fwd
 
 
+@pytest.fixture(scope="module")
+def kept_forward():
+    """The form for training, without what it keeps."""
+    op = load_ops(LIBRARY).sm90_gated_delta_rule_fwd_kept
+    return lambda *arguments: op(*arguments)[:2]
+
+
 def make_call(case, seed=0):
     generator = torch.Generator().manual_seed(seed)
     tokens = case.tokens if case.lengths is None else sum(case.lengths) + case.unused
@@ -270,7 +277,21 @@ def test_forward_matches_the_recurrence(forward, case):
     judge(case, call, o, state)
 
 
-def test_a_neighbour_full_of_nan_changes_no_bit(forward):
+@pytest.mark.parametrize("case", [case for case in CASES if case.dtype == torch.bfloat16], ids=lambda case: case.id)
+def test_forward_for_training_matches_the_recurrence(kept_forward, case):
+    test_forward_matches_the_recurrence(kept_forward, case)
+
+
+def test_forward_for_training_takes_a_beta_of_zero(kept_forward):
+    case = Case("beta-zero", tokens=150, l2norm=True, gates="mild")
+    call = make_call(case)
+    call.inputs[4][:, ::3] = 0
+    judge(case, call, *run(kept_forward, case, call))
+
+
+@pytest.mark.parametrize("op", ["forward", "kept_forward"])
+def test_a_neighbour_full_of_nan_changes_no_bit(op, request):
+    forward = request.getfixturevalue(op)
     case = Case("neighbours", lengths=(70, 100, 63, 167), gates="mild")
     call = make_call(case)
     o, state = run(forward, case, call)

@@ -37,7 +37,18 @@ def gated_delta_rule_fwd(
     unsupported = capability.explain_unsupported(q, k, v, g, beta)
     if unsupported is None:
         return _with_bounds_explained(
-            sm90_path.forward, q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, plan
+            sm90_path.forward,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state,
+            cu_seqlens,
+            scale,
+            use_qk_l2norm,
+            save_for_backward,
+            plan,
         )
     _check_bounds(cu_seqlens, q)
     _notice_on_cuda("chunk_gated_delta_rule", unsupported, q)
@@ -86,12 +97,15 @@ def gated_delta_rule_bwd(
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, beta in their dtypes and of the initial state in the dtype of the final state.
 
-    The SM90 kernels give a dh0 without sequences where there is no initial state, and read no residuals.
+    The SM90 kernels give a dh0 without sequences where there is no initial state.
     """
     unsupported = capability.explain_unsupported_backward(q, k, v, g, beta)
     if unsupported is None:
+        validation.check_residuals(residuals, sm90_path.residual_shape(q, v, cu_seqlens))
         return _with_bounds_explained(
-            sm90_path.backward, q, k, v, g, beta, initial_state, cu_seqlens, do, dht, scale, use_qk_l2norm, plan
+            sm90_path.backward,
+            *(q, k, v, g, beta, initial_state, cu_seqlens),
+            *(residuals, do, dht, scale, use_qk_l2norm, plan),
         )
     _check_bounds(cu_seqlens, q)
     _notice_on_cuda("the backward of chunk_gated_delta_rule", unsupported, q)
@@ -134,10 +148,13 @@ def _forward_fake(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, save_for_backward, plan
 ):
     dtype = torch_path.compute_dtype(q)
-    keeps = save_for_backward and capability.explain_unsupported(q, k, v, g, beta) is not None
-    residuals = torch_path.residual_shape(q, v, cu_seqlens, chunk_size) if keeps else [0]
+    residuals, residual_dtype = [0], dtype
+    if save_for_backward and not is_compiled(q, k, v, g, beta):
+        residuals = torch_path.residual_shape(q, v, cu_seqlens, chunk_size)
+    elif save_for_backward and q.dtype == sm90_path.RESIDUAL_DTYPE:
+        residuals, residual_dtype = sm90_path.residual_shape(q, v, cu_seqlens), q.dtype
     state = q.new_empty(_state_shape(q, v, cu_seqlens), dtype=dtype)
-    return _contiguous(v), state, q.new_empty(residuals, dtype=dtype)
+    return _contiguous(v), state, q.new_empty(residuals, dtype=residual_dtype)
 
 
 def _backward_fake(

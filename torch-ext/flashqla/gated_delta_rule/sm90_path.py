@@ -1,6 +1,6 @@
 """The way to the SM90 kernels: one op of the library, which copies what their tile loads cannot read."""
 
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -8,6 +8,10 @@ from torch import Tensor
 from .._ops import ops
 from ..library import call_op
 from .plan import PLANS
+
+CHUNK = 64  # tokens of a chunk of the kernels
+RESIDUAL_DTYPE = torch.bfloat16  # of what a forward keeps, and of the inputs of one that keeps anything
+TRIANGLE = [96, 32]  # three quarters of a chunk's lower triangular [64, 64] tile
 
 
 def forward(
@@ -20,11 +24,26 @@ def forward(
     cu_seqlens: Optional[Tensor],
     scale: float,
     use_qk_l2norm: bool,
+    save_for_backward: bool,
     plan: str,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """o [B, T, HV, 128], final state [N, HV, 128, 128] float32, and no residuals: the backward recomputes from the inputs."""
-    o, final_state = call(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, False, True, plan)
+    """o [B, T, HV, 128], final state [N, HV, 128, 128] float32, and residuals of `residual_shape` if they are to be saved."""
+    arguments = (q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, False, True)
+    if save_for_backward and q.dtype == RESIDUAL_DTYPE:
+        return call_op(ops.sm90_gated_delta_rule_fwd_kept, *arguments, PLANS[plan])
+    o, final_state = call(*arguments, plan)
     return o, final_state, final_state.new_empty(0)
+
+
+def residual_shape(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> List[int]:
+    """Shape of what a forward keeps: the solve of each chunk in bfloat16, which the backward uses as it is.
+
+    Nothing in float16, whose backward wants another form and makes it itself, as it does where there is nothing.
+    """
+    if q.dtype != RESIDUAL_DTYPE:
+        return [0]
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return [q.shape[0] * q.shape[1] // CHUNK + sequences, v.shape[2], *TRIANGLE]
 
 
 def call(
@@ -67,6 +86,7 @@ def backward(
     beta: Tensor,
     initial_state: Optional[Tensor],
     cu_seqlens: Optional[Tensor],
+    residuals: Tensor,
     do: Optional[Tensor],
     dht: Optional[Tensor],
     scale: float,
@@ -75,7 +95,7 @@ def backward(
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, beta in their dtypes and of the initial state in float32, without sequences if there is none.
 
-    `do` and `dht` are zero where they are None.
+    `do` and `dht` are zero where they are None, and empty residuals are made again.
     """
     dq, dk, dv, dg, dbeta, dh0 = call_op(
         ops.sm90_gated_delta_rule_bwd,
@@ -93,6 +113,7 @@ def backward(
         False,
         initial_state is not None,
         PLANS["off" if q.dtype == torch.float16 else plan],  # no GPU has judged segments in float16 yet
+        residuals if residuals.numel() else None,
     )
     return dq, dk, dv, _converted(dg, g), _converted(dbeta, beta), dh0
 

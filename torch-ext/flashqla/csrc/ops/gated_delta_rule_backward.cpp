@@ -1,5 +1,6 @@
 // sm90_gated_delta_rule_bwd: gradients of the gated delta rule on the kernels of flashqla_hub/kernels (see its README for
-// their arguments). Nothing of the forward is needed but its inputs: states are computed again, chunk by chunk.
+// their arguments). Of the forward it takes the inputs and, in bfloat16, the operand of each chunk, which it makes itself
+// where it is missing; states are computed again, chunk by chunk.
 #include "../generated/launchers.h"
 #include "../runtime/registration.h"
 #include "../runtime/tensor.h"
@@ -13,7 +14,7 @@ constexpr const char* OP = "the SM90 backward";
 constexpr int64_t CHUNK = 64;
 constexpr int64_t VALUE_TILE = 64, HALVES = STATE_DIM / VALUE_TILE;  // value columns of a block of the scan
 constexpr int64_t CHUNK_WORDS = 4, SEGMENT_WORDS = 6;                // int32 words of a row of `chunks` and of `segments`
-constexpr int64_t ROW_VECTORS = 6, NORM_VECTORS = 2;                 // float32 numbers of a token and head
+constexpr int64_t ROW_VECTORS = 7, PAIR_VECTORS = 3, NORM_VECTORS = 2;  // float32 numbers of a token and head
 constexpr int64_t DIRECTIONS = 2;  // states from the first chunk on, their gradients from the last
 constexpr int64_t MAKERS = 3;      // of a segment's state, its transition and the gradient of its state
 constexpr int64_t TRANSITION_PARTS = 4;
@@ -30,7 +31,7 @@ struct Sizes {
 };
 
 struct Arguments {
-  ArgumentTensor q, k, v, g, beta, initial_state, cu_seqlens, do_, dht;
+  ArgumentTensor q, k, v, g, beta, initial_state, cu_seqlens, do_, dht, operand;
   double scale;
   bool use_l2norm, state_v_first, output_dinitial;
   int64_t segment_chunks;
@@ -50,6 +51,7 @@ struct Arguments {
     state_v_first = as_bool(stack[11]);
     output_dinitial = as_bool(stack[12]);
     segment_chunks = as_int(stack[13]);
+    operand.take_optional(stack[14]);
     q.read("q");
     k.read("k");
     v.read("v");
@@ -59,6 +61,7 @@ struct Arguments {
     cu_seqlens.read("cu_seqlens");
     do_.read("do");
     dht.read("dht");
+    operand.read("operand");
   }
 };
 
@@ -105,6 +108,15 @@ Sizes read_sizes(Arguments& arguments) {
   const ArgumentTensor* const states[] = {&arguments.initial_state, &arguments.dht};
   for (const ArgumentTensor* state : states) {
     if (state->has_value()) check_states(state->view(), q, sizes.sequences, sizes.v_heads);
+  }
+  if (arguments.operand.has_value()) {
+    const TensorView& operand = arguments.operand.view();
+    FLASHQLA_CHECK(is_bfloat16(q), "operand is given, which the SM90 backward takes in bfloat16 only; leave it out.");
+    check_same_device(operand, q);
+    require_tensor(operand, OP, q.dtype, 4, q.device);
+    const int64_t expected[] = {sizes.slots, sizes.v_heads, TRIANGLE_ROWS, HALF_CHUNK};
+    for (int axis = 0; axis < 4; axis++) require_size(operand, OP, axis, expected[axis]);
+    FLASHQLA_CHECK(operand.is_contiguous(), "operand is not contiguous; hand it over as the forward returned it.");
   }
   return sizes;
 }
@@ -163,15 +175,16 @@ class Backward {
     add_arrays(workspace, scratch);
     workspace.allocate();
     launch_plan_kernel(scratch);
-    launch_factor_kernel(scratch);
+    launch_kernels_of_rows(scratch);
     launch_scan_kernels(scratch);
     launch_gradient_kernel(scratch);
   }
 
   // What one kernel leaves to the next ones, and blocks of the scan to others.
   struct Scratch {
-    TensorView chunks, segments, bound, rows, norms;
-    TensorView errors, states, dstates, solve, scores;
+    TensorView chunks, segments, bound, rows, pairs, norms;
+    TensorView errors, states, dstates, solve;
+    TensorView decay, key_norm;  // of the forward's kernel, and not used, if it makes the solve
     TensorView segment_states, transitions, reach, forgets;
   };
 
@@ -184,12 +197,18 @@ class Backward {
     workspace.add(scratch.segments, "segments", {sizes_.segments.slots, SEGMENT_WORDS}, int32, device);
     workspace.add(scratch.bound, "bound", {slots, v_heads}, float32, device);
     workspace.add(scratch.rows, "row_scales", {slots, v_heads, ROW_VECTORS, CHUNK}, float32, device);
+    workspace.add(scratch.pairs, "pair_scales", {slots, v_heads, PAIR_VECTORS, CHUNK}, float32, device);
     workspace.add(scratch.norms, "norms", {slots, sizes_.heads, NORM_VECTORS, CHUNK}, float32, device);
     workspace.add(scratch.errors, "errors", {slots, v_heads, HALVES, CHUNK, VALUE_TILE}, dtype, device);
     workspace.add(scratch.states, "states", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
     workspace.add(scratch.dstates, "dstates", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
-    workspace.add(scratch.solve, "solve", {slots, v_heads, CHUNK, CHUNK}, dtype, device);
-    workspace.add(scratch.scores, "scores", {slots, v_heads, CHUNK, CHUNK}, dtype, device);
+    if (arguments_.operand.has_value()) {
+      scratch.solve = arguments_.operand.view();
+    } else {
+      workspace.add(scratch.solve, "solve", {slots, v_heads, TRIANGLE_ROWS, HALF_CHUNK}, dtype, device);
+      workspace.add(scratch.decay, "decay", {slots, v_heads, CHUNK}, float32, device);
+      workspace.add(scratch.key_norm, "key_norm", {slots, sizes_.heads, CHUNK}, float32, device);
+    }
     workspace.add(scratch.segment_states, "segment_states", {cut, DIRECTIONS, HALVES, VALUE_TILE * STATE_DIM}, float32,
                   device);
     workspace.add(scratch.transitions, "transitions", {cut, TRANSITION_PARTS, HALVES, VALUE_TILE, STATE_DIM}, dtype,
@@ -199,29 +218,33 @@ class Backward {
   }
 
   void launch_plan_kernel(const Scratch& scratch) {
-    const TensorView& segments = scratch.segments;
-    const int32_t int32 = aoti_torch_dtype_int32();
-    const bool is_packed = arguments_.cu_seqlens.has_value();
-    const TensorView& offsets = arguments_.cu_seqlens.view();
-    const int32_t words_per_entry = is_packed && offsets.dtype == aoti_torch_dtype_int64() ? 2 : 1;
-    const TensorView words =
-        is_packed
-            ? contiguous_view("cu_seqlens", offsets.data, int32, offsets.device, {offsets.size[0] * words_per_entry})
-            : contiguous_view("cu_seqlens", segments.data, int32, segments.device, {segments.element_count()});
     const int64_t key_words = sizes_.heads * STATE_DIM / 2, value_words = sizes_.v_heads * STATE_DIM / 2;
-    launch_backward_plan(scope_, words, scratch.chunks, segments, as_words(dq_, key_words), as_words(dk_, key_words),
-                         as_words(dv_, value_words), as_words(dg_, sizes_.v_heads), as_words(dbeta_, sizes_.v_heads),
-                         words_per_entry, sizes_.dense_length, static_cast<int32_t>(sizes_.sequences),
+    launch_backward_plan(scope_, offset_words(scratch.segments.data), scratch.chunks, scratch.segments,
+                         as_words(dq_, key_words), as_words(dk_, key_words), as_words(dv_, value_words),
+                         as_words(dg_, sizes_.v_heads), as_words(dbeta_, sizes_.v_heads), words_per_entry(),
+                         sizes_.dense_length, static_cast<int32_t>(sizes_.sequences),
                          static_cast<int32_t>(sizes_.segments.chunks));
   }
 
-  void launch_factor_kernel(const Scratch& scratch) {
+  void launch_kernels_of_rows(const Scratch& scratch) {
     NewTensor g_copy, beta_copy;
     const TensorView g = as_gate(as_contiguous_float32(arguments_.g, g_copy));
     const TensorView beta = as_gate(as_contiguous_float32(arguments_.beta, beta_copy));
-    const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_factor_bf16 : launch_backward_factor_fp16;
-    launch(scope_, q(), k(), g, beta, scratch.chunks, scratch.solve, scratch.scores, scratch.rows, scratch.norms,
-           scratch.bound, static_cast<float>(arguments_.scale), arguments_.use_l2norm, sizes_.segments.has_cuts);
+    if (!arguments_.operand.has_value()) launch_solve_kernel(g, beta, scratch);
+    const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_rows_bf16 : launch_backward_rows_fp16;
+    launch(scope_, q(), k(), g, beta, scratch.chunks, scratch.rows, scratch.pairs, scratch.norms, scratch.bound,
+           static_cast<float>(arguments_.scale), arguments_.use_l2norm, sizes_.segments.has_cuts);
+  }
+
+  // A kernel of the forward; of what it writes beside the solve nothing is used.
+  void launch_solve_kernel(const TensorView& g, const TensorView& beta, const Scratch& scratch) {
+    const int64_t no_segments[] = {0, 2};
+    const TensorView ready =
+        contiguous_view("ready", scratch.decay.data, aoti_torch_dtype_int32(), scope_.index(), no_segments);
+    const auto launch = is_bfloat16(arguments_.q.view()) ? launch_factor_kept_bf16 : launch_factor_errors_fp16;
+    launch(scope_, k(), g, beta, offset_words(scratch.decay.data), scratch.solve, scratch.decay, scratch.key_norm,
+           scratch.bound, ready, as_words(dv_, sizes_.v_heads * STATE_DIM / 2), arguments_.use_l2norm,
+           words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
   }
 
   // With cuts first the blocks that make states and transitions of segments, then those that write outputs.
@@ -239,7 +262,7 @@ class Backward {
       if (makes_states && !sizes_.segments.has_cuts) continue;
       const int64_t blocks = parts * HALVES * (makes_states ? MAKERS : DIRECTIONS);
       launch(scope_, q(), k(), as_token_rows(arguments_.v.view()), as_token_rows(arguments_.do_.view()), scratch.solve,
-             scratch.scores, scratch.rows, scratch.bound, scratch.segments, as_states("initial_state", initial),
+             scratch.rows, scratch.pairs, scratch.bound, scratch.segments, as_states("initial_state", initial),
              as_states("dht", dfinal), scratch.segment_states, scratch.transitions, scratch.reach, scratch.forgets,
              scratch.errors, scratch.states, scratch.dstates, as_token_rows(dv_.view()), as_states("dh0", dinitial),
              has_initial, has_dfinal, arguments_.output_dinitial, arguments_.state_v_first,
@@ -253,6 +276,20 @@ class Backward {
            scratch.states, scratch.dstates, scratch.rows, scratch.norms, scratch.chunks, as_token_rows(dq_.view()),
            as_token_rows(dk_.view()), as_gate(dg_.view()), as_gate(dbeta_.view()), static_cast<float>(arguments_.scale),
            arguments_.use_l2norm);
+  }
+
+  int32_t words_per_entry() const {
+    const ArgumentTensor& offsets = arguments_.cu_seqlens;
+    return offsets.has_value() && offsets.view().dtype == aoti_torch_dtype_int64() ? 2 : 1;
+  }
+
+  // cu_seqlens as 32-bit words; a dense batch needs no offsets, and any valid address will do.
+  TensorView offset_words(void* any) const {
+    const ArgumentTensor& offsets = arguments_.cu_seqlens;
+    void* const data = offsets.has_value() ? offsets.view().data : any;
+    const int64_t entries = offsets.has_value() ? offsets.view().size[0] : 1;
+    return contiguous_view("cu_seqlens", data, aoti_torch_dtype_int32(), scope_.index(),
+                           {entries * words_per_entry()});
   }
 
   TensorView q() const { return as_token_rows(arguments_.q.view()); }
@@ -292,7 +329,7 @@ void run(StableIValue* stack, uint64_t, uint64_t) {
 const OpRegistration registration(
     "sm90_gated_delta_rule_bwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
     "Tensor? cu_seqlens, Tensor do, Tensor? dht, float scale, bool use_qk_l2norm, bool state_v_first, "
-    "bool output_dinitial, int segment_chunks) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dh0)",
+    "bool output_dinitial, int segment_chunks, Tensor? operand=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dh0)",
     "sm90_gated_delta_rule_bwd", run);
 
 }  // namespace

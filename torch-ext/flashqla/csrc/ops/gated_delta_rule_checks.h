@@ -9,6 +9,7 @@
 namespace flashqla {
 
 constexpr int64_t STATE_DIM = 128;      // K = V
+constexpr int64_t TRIANGLE_ROWS = 96, HALF_CHUNK = 32;  // of a tile without its upper right quarter
 constexpr int64_t TMA_ALIGNMENT = 16, TMA_ROW_ELEMENTS = 8;  // bytes, and elements of 16 bits that make them
 
 inline void check_size(const TensorView& tensor, int axis, int64_t expected, const char* like) {

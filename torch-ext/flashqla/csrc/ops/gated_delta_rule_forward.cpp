@@ -1,5 +1,5 @@
 // sm90_gated_delta_rule_fwd: the gated delta rule, forward, on the kernels of flashqla_hub/kernels (see its README for
-// their arguments). Chunks and segments live in slots, first_slot(n) = cu_seqlens[n] / step + n, so that no kernel needs
+// their arguments). sm90_gated_delta_rule_fwd_kept also returns what the backward can use of it. Chunks and segments live in slots, first_slot(n) = cu_seqlens[n] / step + n, so that no kernel needs
 // a host round trip.
 #include "../generated/launchers.h"
 #include "../runtime/registration.h"
@@ -11,7 +11,6 @@ namespace flashqla {
 namespace {
 
 constexpr int64_t CHUNK = 64;
-constexpr int64_t TRIANGLE_ROWS = 96, HALF_CHUNK = 32;  // of a tile without its upper right quarter
 constexpr int32_t NO_DENSE_LENGTH = -1;
 constexpr int64_t LONG = 16 * CHUNK;  // tokens beyond which the kernel for short sequences leaves one to the recurrence
 
@@ -106,8 +105,9 @@ Sizes read_sizes(Arguments& arguments) {
 
 class Forward {
  public:
-  Forward(const Arguments& arguments, const Sizes& sizes)
-      : arguments_(arguments), sizes_(sizes), scope_(arguments.q.view().device) {}
+  // Args: whether the operand is a result too, in the form that the backward takes.
+  Forward(const Arguments& arguments, const Sizes& sizes, bool keeps_operand)
+      : arguments_(arguments), sizes_(sizes), keeps_operand_(keeps_operand), scope_(arguments.q.view().device) {}
 
   void run() {
     allocate_results();
@@ -121,6 +121,7 @@ class Forward {
   void hand_over(StableIValue* stack) {
     stack[0] = o_.hand_over();
     stack[1] = final_state_.hand_over();
+    if (keeps_operand_) stack[2] = operand_.hand_over();
   }
 
  private:
@@ -130,6 +131,8 @@ class Forward {
     o_.allocate("o", {v.size[0], v.size[1], v.size[2], STATE_DIM}, v.dtype, scope_.index());
     final_state_.allocate("final_state", {states, sizes_.v_heads, STATE_DIM, STATE_DIM}, aoti_torch_dtype_float32(),
                           scope_.index());
+    if (!keeps_operand_) return;
+    operand_.allocate("operand", {sizes_.slots, sizes_.v_heads, TRIANGLE_ROWS, HALF_CHUNK}, v.dtype, scope_.index());
   }
 
   // No token belongs to a sequence: o has no rows or only unused ones, and states stay as they are.
@@ -150,8 +153,12 @@ class Forward {
     NewTensor g_copy, beta_copy, initial_copy;
     Workspace workspace;
     Intermediates between{};
-    workspace.add(between.operand, "operand", {sizes_.slots, sizes_.v_heads, TRIANGLE_ROWS, HALF_CHUNK},
-                  o_.view().dtype, device);
+    if (keeps_operand_) {
+      between.operand = operand_.view();
+    } else {
+      workspace.add(between.operand, "operand", {sizes_.slots, sizes_.v_heads, TRIANGLE_ROWS, HALF_CHUNK},
+                    o_.view().dtype, device);
+    }
     workspace.add(between.decay, "decay", {sizes_.slots, sizes_.v_heads, CHUNK}, float32, device);
     workspace.add(between.key_norm, "key_norm", {sizes_.slots, sizes_.heads, CHUNK}, float32, device);
     workspace.add(between.bound, "bound", {sizes_.slots, sizes_.v_heads}, float32, device);
@@ -190,7 +197,7 @@ class Forward {
     const TensorView o_words =
         contiguous_view("o", o_.view().data, aoti_torch_dtype_int32(), scope_.index(),
                         {sizes_.tokens, sizes_.v_heads * STATE_DIM / 2});
-    const auto launch = is_bfloat16() ? launch_factor_bf16 : launch_factor_fp16;
+    const auto launch = keeps_operand_ ? launch_factor_kept_bf16 : is_bfloat16() ? launch_factor_bf16 : launch_factor_fp16;
     launch(scope_, as_token_rows(arguments_.k.view()), g, beta, offset_words(), between.operand,
            between.decay, between.key_norm, between.bound, between.ready, o_words, arguments_.use_l2norm,
            words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
@@ -267,14 +274,25 @@ class Forward {
 
   const Arguments& arguments_;
   const Sizes sizes_;
+  const bool keeps_operand_;
   DeviceScope scope_;
-  NewTensor o_, final_state_;
+  NewTensor o_, final_state_, operand_;
 };
 
 void run(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   check_arguments(arguments);
-  Forward forward(arguments, read_sizes(arguments));
+  Forward forward(arguments, read_sizes(arguments), false);
+  forward.run();
+  forward.hand_over(stack);
+}
+
+void run_kept(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  check_arguments(arguments);
+  FLASHQLA_CHECK(arguments.q.view().dtype == aoti_torch_dtype_bfloat16(),
+                 "q is not bfloat16, in which alone the SM90 backward uses the operand of its forward.");
+  Forward forward(arguments, read_sizes(arguments), true);
   forward.run();
   forward.hand_over(stack);
 }
@@ -285,6 +303,13 @@ const OpRegistration registration(
     "int segment_chunks) "
     "-> (Tensor o, Tensor final_state)",
     "sm90_gated_delta_rule_fwd", run);
+
+const OpRegistration kept_registration(
+    "sm90_gated_delta_rule_fwd_kept(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
+    "Tensor? cu_seqlens, float scale, bool use_qk_l2norm, bool state_v_first, bool output_final_state, "
+    "int segment_chunks) "
+    "-> (Tensor o, Tensor final_state, Tensor operand)",
+    "sm90_gated_delta_rule_fwd_kept", run_kept);
 
 }  // namespace
 }  // namespace flashqla
