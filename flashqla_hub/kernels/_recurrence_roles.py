@@ -169,11 +169,13 @@ def subtract_read(t, r, slot, first, Z):
 
 
 @T.macro
-def write_state(half, thread, t, b, r, i):
-    """W, Z and N of a chunk; leaves the state product in flight, in this warpgroup's turn."""
+def write_state(half, thread, dtype, t, b, r, i, in_one_step):
+    """W, Z and N of a chunk, and the state's decay to the reference; ends in this warpgroup's turn."""
     stage, slot = i % STAGES, i % SLOTS
     T.copy(r.S, r.S_in)
     wait(b.scores_ready, slot, phase(i, SLOTS))
+    if dtype == "bfloat16":
+        in_one_step[0] = t.in_one_step[slot]  # here, since the turn is short
     take_turn(half)
     T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True, policy=BY_ROWS)
     give_turn(half)
@@ -192,6 +194,10 @@ def write_state(half, thread, t, b, r, i):
     T.wait_wgmma(0)
     T.copy(r.W, r.N)
     take_turn(half)
+
+
+@T.macro
+def add_to_state(t, r, slot):
     T.wgmma_gemm(r.N, t.k[t.write_stage[slot], :, :], r.S, policy=BY_ROWS)
 
 
@@ -205,31 +211,68 @@ def finish_state(dtype, t, r, chunks):
 
 
 @T.macro
-def read_state(half, t, r, i):
-    """O of a chunk, from the state before it and N; state and outputs are complete afterwards."""
-    stage, slot = i % STAGES, i % SLOTS
-    T.wgmma_gemm(r.S_in, t.q[stage, :, :], r.O, transpose_B=True, clear_accum=True, policy=BY_ROWS)
-    if t.in_one_step[slot] != 0:  # the scores carry the inverse of the outputs' scale
-        T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
-        give_turn(half)
-        T.wait_wgmma(0)
-        scale_outputs(t, r, slot)
-    else:
-        give_turn(half)
-        T.wait_wgmma(0)
-        scale_outputs(t, r, slot)
-        T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
-        T.wait_wgmma(0)
+def read_state(half, dtype, t, r, i, in_one_step):
+    """O of a chunk, from the state before it and N, and the state behind it."""
+    slot = i % SLOTS
+    if dtype == "bfloat16":
+        if in_one_step[0] != 0:
+            add_to_state(t, r, slot)
+            read_in_one_step(half, t, r, i)
+        else:
+            read_in_two_steps(half, t, r, i)
+    else:  # the second order spills here
+        add_to_state(t, r, slot)
+        if t.in_one_step[slot] != 0:
+            read_in_one_step(half, t, r, i)
+        else:
+            multiply_queries(t, r, i)
+            give_turn(half)
+            T.wait_wgmma(0)
+            add_scores(t, r, slot)
+
+
+@T.macro
+def multiply_queries(t, r, i):
+    T.wgmma_gemm(r.S_in, t.q[i % STAGES, :, :], r.O, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+
+
+@T.macro
+def read_in_one_step(half, t, r, i):
+    """The scores carry the inverse of the outputs' scale."""
+    multiply_queries(t, r, i)
+    T.wgmma_gemm(r.N, t.scores[i % SLOTS, :, :], r.O, transpose_B=True, policy=BY_ROWS)
+    give_turn(half)
+    T.wait_wgmma(0)
+    scale_outputs(t, r, i % SLOTS)
+
+
+@T.macro
+def read_in_two_steps(half, t, r, i):
+    """The outputs' scale comes between their products, under that of the state."""
+    multiply_queries(t, r, i)
+    add_to_state(t, r, i % SLOTS)
+    give_turn(half)
+    T.wait_wgmma(1)
+    add_scores(t, r, i % SLOTS)
+
+
+@T.macro
+def add_scores(t, r, slot):
+    scale_outputs(t, r, slot)
+    T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
+    T.wait_wgmma(0)
 
 
 @T.macro
 def keep_state(thread, dtype, t, b, r, chunks, silent):
     """State and outputs of 64 value rows, the state in registers from the first chunk to the last."""
     half = thread // WARPGROUP
+    in_one_step = T.alloc_local((1,), "int32")
     if half == 1:
         give_turn(half)
     for i in T.serial(silent):
-        write_state(half, thread, t, b, r, i)
+        write_state(half, thread, dtype, t, b, r, i, in_one_step)
+        add_to_state(t, r, i % SLOTS)
         give_turn(half)
         T.wait_wgmma(0)
         arrive(b.scores_free, i % SLOTS, thread)
@@ -238,8 +281,8 @@ def keep_state(thread, dtype, t, b, r, chunks, silent):
     for more in T.serial(chunks - silent):
         i = silent + more
         slot = i % SLOTS
-        write_state(half, thread, t, b, r, i)
-        read_state(half, t, r, i)
+        write_state(half, thread, dtype, t, b, r, i, in_one_step)
+        read_state(half, dtype, t, r, i, in_one_step)
         arrive(b.scores_free, slot, thread)
         arrive(b.tokens_free, i % STAGES, thread)
         for a, c in T.Parallel(HEAD_DIM, CHUNK):
