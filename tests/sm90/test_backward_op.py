@@ -4,6 +4,9 @@ An error may be 1.2 times that of the chunk form in 16 bits and never above 1e-2
 The form is evaluated in six ways, of which the largest error counts: where a few <S, dS> make up most of dg, its error is that
 of a few roundings. With gates of -1 the six give 2.4e-3 to 5.5e-3 for dg and 2.1e-3 to 4.8e-3 for dbeta; where many numbers
 count, they are within 1.2 of each other for dq and dk. dv and dh0 do not change with the scale of values: two ways count there.
+
+Where one call is above that, the means over sixteen draws of the case are compared, with the same 1.2: sixty roundings of the
+case `fp16-trained` give 2.3e-4 to 7.6e-4 for dg of one and the same call, so the largest of six says little about a seventh.
 """
 
 import dataclasses
@@ -43,6 +46,7 @@ NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dh0")
 FACTOR = 1.2
 LIMITS = dict.fromkeys(NAMES, 1e-2) | {"dg": 2e-2}
 VALUE_SCALES = (1.0, 1.15, 1.3, 1.45, 1.7)  # each rounds differently
+DRAWS = range(1, 17)  # of a case of which one call was above its budget
 NEGLIGIBLE = 1e-6  # of float32 sums, where the truth is that close to what 16 bits give or is zero
 
 
@@ -114,25 +118,46 @@ def true_gradients(case, part):
     )
 
 
-def judge(case, call, grads, results):
-    """Errors of all gradients against the truth, next to the yardstick's."""
+def errors_of(case, call, grads, results, value_scales):
+    """For each gradient with a truth that is not zero: its error, and that of each form of the yardstick."""
     parts = list(parts_of(case, call, grads))
     truths = [true_gradients(case, part) for part in parts]
     options = {"scale": case.scale, "l2norm": case.l2norm}
     forms = [[differentiated_chunk_form(*part, **options) for part in parts]]
-    forms += [[chunk_form_gradients(*part, **options, value_scale=scale) for part in parts] for scale in VALUE_SCALES]
+    forms += [[chunk_form_gradients(*part, **options, value_scale=scale) for part in parts] for scale in value_scales]
+    found = {}
     for index, name in enumerate(NAMES):
         result = results[index]
         rows = result if name == "dh0" else result.flatten(0, 1)
         ours = [rows[n] if name == "dh0" else rows[start:end] for n, (start, end) in enumerate(call.spans)]
         truth = [x[index] for x in truths]
-        if not any(x.any() for x in truth):
+        if any(x.any() for x in truth):
+            found[name] = relative(ours, truth), [relative([x[index] for x in form], truth) for form in forms]
+        else:
             assert not any(x.any() for x in ours), f"{name} is zero"
-            continue
-        error = relative(ours, truth)
-        yardstick = max(relative([x[index] for x in form], truth) for form in forms)
-        assert error <= max(FACTOR * yardstick, NEGLIGIBLE), f"{name}: {error:.2e}, yardstick {yardstick:.2e}"
+    return found
+
+
+def judge(case, call, grads, results, redraw=None):
+    """Errors of all gradients against the truth, next to the yardstick's; `redraw` gives results of further draws of the case."""
+    above = []
+    for name, (error, forms) in errors_of(case, call, grads, results, VALUE_SCALES).items():
         assert error <= LIMITS[name], f"{name}: {error:.2e}"
+        if error > max(FACTOR * max(forms), NEGLIGIBLE):
+            above.append(f"{name}: {error:.2e}, yardstick {max(forms):.2e}")
+    assert not above or redraw, "; ".join(above)
+    if above:
+        judge_means([errors_of(case, *redraw(seed), VALUE_SCALES[:1]) for seed in DRAWS], "; ".join(above))
+
+
+def judge_means(draws, why):
+    """Means over draws of a case: what a few roundings make of one call is no measure, either way."""
+    for name in draws[0]:
+        error = sum(draw[name][0] for draw in draws) / len(draws)
+        yardstick = max(sum(forms) / len(draws) for forms in zip(*(draw[name][1] for draw in draws), strict=True))
+        assert error <= max(FACTOR * yardstick, NEGLIGIBLE), (
+            f"mean of {name} over {len(draws)} draws: {error:.2e}, yardstick {yardstick:.2e}; one call: {why}"
+        )
 
 
 def long_cases_of_both_dtypes():
@@ -184,7 +209,13 @@ def test_gradients_match_the_recurrence(backward, case):
     assert all(torch.isfinite(result).all() for result in results)
     for result in results[:5]:
         assert not result.flatten(0, 1)[call.spans[-1][1] :].any(), "rows behind the last sequence have no gradient"
-    judge(case, call, grads, results)
+
+    def redraw(seed):
+        call = make_call(case, seed)
+        grads = make_gradients(call, seed + 1)
+        return call, grads, run(backward, case, call, grads)
+
+    judge(case, call, grads, results, redraw)
 
 
 def test_a_missing_gradient_of_the_states_is_zero(backward):
