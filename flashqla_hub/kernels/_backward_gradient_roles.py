@@ -45,29 +45,25 @@ from ._tile import arrive, wait
 FLOAT32 = "float32"
 EIGHT = 8  # 16-bit values of a 16-byte access
 QUAD = 4  # threads that share a row of an accumulator
-MEETING = 1  # named barriers 1 to 3: a consumer each, in a chunk that ends early
 ROUNDING = 0.5  # of a gate at the bound, whose sum with the others has been rounded
 
 
 @T.macro
-def clear_tail(dtype, thread, t, slot, rows, consumer):
-    """Zeros in the rows of q and k that belong to no token; each consumer writes them all and waits for itself only."""
-    place = T.shfl_xor(thread % WARPGROUP, 0)
-    for source in T.serial(SOURCES):
-        for turn in T.serial(CHUNK * HEAD_DIM // EIGHT // WARPGROUP):
-            row = (turn * WARPGROUP + place) // (HEAD_DIM // EIGHT)
-            if row >= rows:
-                for e in T.vectorized(EIGHT):
-                    t.tokens[slot * SOURCES + source, row, place % (HEAD_DIM // EIGHT) * EIGHT + e] = T.cast(0, dtype)
-    T.fence_proxy_async()
-    T.sync_threads(MEETING + consumer, WARPGROUP)
-
-
-@T.macro
-def receive_tokens(dtype, thread, t, b, slot, works, rows, consumer):
-    wait(b.tokens_ready, slot, phase(works, SLOTS))
+def complete_tokens(dtype, thread, t, b, works, rows):
+    """Says that q and k of a chunk are there, with zeros in the rows that belong to no token."""
+    slot, lane = works % SLOTS, thread % WARP
+    vectors = HEAD_DIM // EIGHT
+    row, column = T.alloc_var("int32"), lane % vectors * EIGHT
+    wait(b.tokens_loaded, slot, phase(works, SLOTS))
     if rows < CHUNK:
-        clear_tail(dtype, thread, t, slot, rows, consumer)
+        for turn in T.serial((CHUNK - rows + WARP // vectors - 1) // (WARP // vectors)):
+            row = rows + turn * (WARP // vectors) + lane // vectors
+            if row < CHUNK:
+                for source in T.unroll(SOURCES):
+                    for e in T.vectorized(EIGHT):
+                        t.tokens[slot * SOURCES + source, row, column + e] = T.cast(0, dtype)
+        T.fence_proxy_async()
+    arrive(b.tokens_ready, slot, thread)
 
 
 def same_slot(works):
@@ -358,11 +354,11 @@ def load_tokens(thread, t, b, place, works, q, k, norms):
     slot, token, head = works % SLOTS, place[2], place[1]
     wait(b.tokens_free, slot, phase_before(works, SLOTS))
     T.tma_copy(
-        q[token : token + CHUNK, head, :], t.tokens[slot * SOURCES + QUERIES, :, :], barrier=b.tokens_ready[slot]
+        q[token : token + CHUNK, head, :], t.tokens[slot * SOURCES + QUERIES, :, :], barrier=b.tokens_loaded[slot]
     )
-    T.tma_copy(k[token : token + CHUNK, head, :], t.tokens[slot * SOURCES + KEYS, :, :], barrier=b.tokens_ready[slot])
-    T.tma_copy(norms[place[0], head, :, :], t.norms[slot, :, :], barrier=b.tokens_ready[slot])
-    arrive(b.tokens_ready, slot, thread)
+    T.tma_copy(k[token : token + CHUNK, head, :], t.tokens[slot * SOURCES + KEYS, :, :], barrier=b.tokens_loaded[slot])
+    T.tma_copy(norms[place[0], head, :, :], t.norms[slot, :, :], barrier=b.tokens_loaded[slot])
+    arrive(b.tokens_loaded, slot, thread)
 
 
 @T.macro

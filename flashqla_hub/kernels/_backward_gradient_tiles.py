@@ -218,9 +218,26 @@ def _fill(name, trip):
     yield arrive(f"{name}_ready", trip % slots, 1)
 
 
+def _complete_tokens(trips):
+    for i in range(trips):
+        slot = i % SLOTS
+        yield wait("tokens_loaded", slot, phase(i, SLOTS))
+        yield read("loaded", slot, i)
+        yield done("loaded", slot, i)
+        yield write("tokens", slot, i)
+        yield arrive("tokens_ready", slot, 1)
+
+
+def _load_tokens(trip):
+    slot = trip % SLOTS
+    yield wait("tokens_free", slot, phase_before(trip, SLOTS))
+    yield write("loaded", slot, trip)
+    yield arrive("tokens_loaded", slot, 1)
+
+
 def _load(trips):
     for i in range(trips):
-        yield from _fill("tokens", i)
+        yield from _load_tokens(i)
         for head in _heads(i):
             for name in READERS:
                 if name not in STATE_TILES:
@@ -239,6 +256,7 @@ BACKWARD_GRADIENTS_PROTOCOL = Protocol(
         for name, count in BACKWARD_GRADIENTS.arrivals.items()
     },
     tiles={
+        "loaded": TileSlots(SLOTS, ("complete",)),  # the place of `tokens`, which no consumer may read yet
         "tokens": TileSlots(SLOTS, CONSUMERS),
         **{name: TileSlots(_slots(name), readers) for name, readers in READERS.items()},
         "pairs": TileSlots(SLOTS, ("queries", "keys")),
@@ -250,6 +268,7 @@ BACKWARD_GRADIENTS_PROTOCOL = Protocol(
         "keys": _keys,
         "pairs": _pairs,
         "sum": _sum_parts,
+        "complete": _complete_tokens,
         "load": _load,
         "load_states": _load_states,
     },

@@ -294,7 +294,7 @@ class BackwardGradientLayout:
     queries: Role = Role(WARPS_PER_GROUP, 160)
     keys: Role = Role(WARPS_PER_GROUP, 160)
     pairs: Role = Role(WARPS_PER_GROUP, 152)
-    movers: Role = Role(WARPS_PER_GROUP, 40)  # two loaders, one warp that sums up and an idle one
+    movers: Role = Role(WARPS_PER_GROUP, 40)  # two loaders, one warp that sums up and one that completes q and k
     parts: int = 6
     column_groups: int = 32  # rows of partial sums over the rows of a 64 x 64 accumulator: one for each (warp, row % 8)
     column_padding: int = 8  # floats: eight rows of pairs of columns lie in different banks
@@ -326,6 +326,7 @@ class BackwardGradientLayout:
         }
         loaded = {f"{name}_ready": 1 for name in free} | {f"{name}_free": count for name, count in free.items()}
         return loaded | {
+            "tokens_loaded": 1,
             "pairs_ready": pairs,
             "pairs_free": queries + keys,
             "parts_ready": queries + keys + pairs,
@@ -335,7 +336,8 @@ class BackwardGradientLayout:
     @property
     def barrier_slots(self) -> dict[str, int]:
         once, slotted = dict.fromkeys(self.arrivals, 1), ("tokens", "rows", "pairs", "parts")
-        return once | {f"{name}_{event}": self.slots for name in slotted for event in ("ready", "free")}
+        of_slots = {f"{name}_{event}": self.slots for name in slotted for event in ("ready", "free")}
+        return once | of_slots | {"tokens_loaded": self.slots}
 
     def shared_memory(self, dtype: str) -> int:
         """Bytes of all tiles, before alignment."""

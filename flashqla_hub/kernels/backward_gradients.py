@@ -27,10 +27,11 @@ keys       1 x 128   160         rows of dk, their part of dg and dbeta
 loader     1 x 32    40          q and k of two chunks, row scales of two heads, E, dV and dO
 loader     1 x 32    40          S and dS
 sum        1 x 32    40          dg and dbeta
-idle       1 x 32    40
+tail       1 x 32    40          zeros in rows of q and k behind a sequence's end; announces the two
 
 Barrier          set by                    waited on by              arrivals
-tokens_ready     loader                    queries, keys, pairs      1 and the bytes
+tokens_loaded    loader                    tail                      1 and the bytes
+tokens_ready     tail                      queries, keys, pairs      1
 tokens_free      queries, keys, pairs      loader                    12
 rows_ready       loader                    consumers, sum            1 and the bytes
 rows_free        consumers, sum            loader                    13
@@ -48,12 +49,12 @@ pairs_ready      pairs                     queries, keys             4
 pairs_free       queries, keys             pairs                     8
 parts_ready      queries, keys, pairs      sum                       12
 parts_free       sum                       queries, keys, pairs      1
-named 1, 2, 3    queries, keys, pairs      each its own              128, in a chunk that ends early
 """
 
 import tilelang.language as T
 
 from ._backward_gradient_roles import (
+    complete_tokens,
     find_work,
     key_head,
     load_head,
@@ -62,7 +63,6 @@ from ._backward_gradient_roles import (
     look_ahead,
     pair_head,
     query_head,
-    receive_tokens,
     start_rows,
     sum_head,
     write_gradient,
@@ -80,6 +80,7 @@ from ._backward_gradient_tiles import (
     Tiles,
     column_fragment,
 )
+from ._backward_scan_tiles import phase
 from ._sm90 import (
     BACKWARD_GRADIENTS,
     CHUNK,
@@ -93,11 +94,12 @@ from ._sm90 import (
     WARP,
     WARPGROUP,
 )
-from ._tile import arrive
+from ._tile import arrive, wait
 
 PROTOCOL = BACKWARD_GRADIENTS_PROTOCOL
 BLOCKS = BACKWARD_GRADIENTS.blocks
 QUERY_ROLE, KEY_ROLE, MOVERS = WARPGROUP, 2 * WARPGROUP, 3 * WARPGROUP  # first threads of roles
+SUM, TAIL = MOVERS + 2 * WARP, MOVERS + 3 * WARP
 
 
 def build_backward_gradients(dtype):
@@ -140,7 +142,7 @@ def build_backward_gradients(dtype):
                     find_work(work, place, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
                     if place[3] > 0:
                         slot = works % SLOTS
-                        receive_tokens(dtype, thread, t, b, slot, works, place[3], 2)
+                        wait(b.tokens_ready, slot, phase(works, SLOTS))
                         for _ in T.serial(T.truncdiv(value_heads, key_heads)):
                             pair_head(thread, t, b, of_pairs, works, heads, place[3], scale)
                             heads += 1
@@ -159,7 +161,7 @@ def build_backward_gradients(dtype):
                     look_ahead(work, ahead, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
                     if rows > 0:
                         slot = works % SLOTS
-                        receive_tokens(dtype, thread, t, b, slot, works, rows, 0)
+                        wait(b.tokens_ready, slot, phase(works, SLOTS))
                         start_rows(t, of_queries, slot, NORM_QUERY)
                         for _ in T.serial(T.truncdiv(value_heads, key_heads)):
                             query_head(thread, t, b, of_queries, works, heads, scale)
@@ -181,7 +183,7 @@ def build_backward_gradients(dtype):
                     look_ahead(work, ahead, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
                     if rows > 0:
                         slot = works % SLOTS
-                        receive_tokens(dtype, thread, t, b, slot, works, rows, 1)
+                        wait(b.tokens_ready, slot, phase(works, SLOTS))
                         start_rows(t, of_keys, slot, NORM_KEY)
                         for _ in T.serial(T.truncdiv(value_heads, key_heads)):
                             key_head(thread, t, b, of_keys, works, heads)
@@ -195,20 +197,35 @@ def build_backward_gradients(dtype):
                 place = T.alloc_local((4,), "int32")
                 works, heads, work = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
                 works, heads, work = 0, 0, 0
-                for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
-                    find_work(work, place, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
-                    if place[3] > 0:
-                        if thread < MOVERS + WARP:
-                            load_tokens(thread, t, b, place, works, q, k, norms)
-                        for member in T.serial(T.truncdiv(value_heads, key_heads)):
-                            head = place[1] * T.truncdiv(value_heads, key_heads) + member
+                if thread < SUM:
+                    for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
+                        find_work(work, place, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
+                        if place[3] > 0:
                             if thread < MOVERS + WARP:
-                                load_head(thread, t, b, place[0], head, place[2], heads, dout, dv, errors, row_scales)
-                            elif thread < MOVERS + 2 * WARP:
-                                load_states(thread, t, b, place[0], head, heads, states, dstates)
-                            elif thread < MOVERS + 3 * WARP:
+                                load_tokens(thread, t, b, place, works, q, k, norms)
+                            for member in T.serial(T.truncdiv(value_heads, key_heads)):
+                                head = place[1] * T.truncdiv(value_heads, key_heads) + member
+                                if thread < MOVERS + WARP:
+                                    load_head(
+                                        thread, t, b, place[0], head, place[2], heads, dout, dv, errors, row_scales
+                                    )
+                                else:
+                                    load_states(thread, t, b, place[0], head, heads, states, dstates)
+                                heads += 1
+                            works += 1
+                elif thread < TAIL:
+                    for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
+                        find_work(work, place, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
+                        if place[3] > 0:
+                            for member in T.serial(T.truncdiv(value_heads, key_heads)):
+                                head = place[1] * T.truncdiv(value_heads, key_heads) + member
                                 sum_head(thread, t, b, heads, place[2], place[3], head, dg, dbeta)
-                            heads += 1
-                        works += 1
+                                heads += 1
+                else:
+                    for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
+                        find_work(work, place, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
+                        if place[3] > 0:
+                            complete_tokens(dtype, thread, t, b, works, place[3])
+                            works += 1
 
     return backward_gradients

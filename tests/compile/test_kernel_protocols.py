@@ -89,6 +89,22 @@ def test_what_the_recurrence_must_not_leave_out_is_found(protocols, kind, name, 
             simulate_starved(broken, trips)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "mistake"),
+    [
+        ("wait", "tokens_loaded", "finds"),
+        ("wait", "tokens_ready", "finds"),
+        ("arrive", "tokens_loaded", "deadlock"),
+        ("arrive", "tokens_ready", "deadlock"),
+    ],
+)
+def test_what_the_gradients_must_not_leave_out_of_their_tokens_is_found(protocols, kind, name, mistake):
+    broken = without(protocols["backward_gradients"], kind, name)
+    with pytest.raises(ProtocolError, match=mistake):
+        for trips in TRIPS:
+            simulate_starved(broken, trips)
+
+
 def test_protocols_and_compiled_sources_agree(protocols, product):
     for name, protocol in protocols.items():
         sources = [kernel.source for kernel in product if kernel.plan.name.startswith(name)]
