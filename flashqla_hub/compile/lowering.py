@@ -18,6 +18,7 @@ os.environ.setdefault("TILELANG_DISABLE_CACHE", "1")
 import tilelang
 from tilelang import tvm
 from tvm import tirx
+from tvm.ir.instrument import pass_instrument
 from tvm.target import Target
 
 from .errors import LoweringError
@@ -27,6 +28,19 @@ from .launch_plan import Argument, LaunchPlan, Scalar, Symbol, Tensor, TensorMap
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 DTYPES = ("bfloat16", "float16", "float32", "int32", "int64")
 SCALAR_DTYPES = ("float32", "int32", "int64")
+
+OWN_FENCES = "flashqla.own_fences"
+"""Key of `pass_configs`, ours and not TileLang's: whether the kernel places every fence between generic and asynchronous
+accesses of shared memory itself. TileLang puts one before each such access that may follow a generic store, whatever place
+that store went to."""
+
+
+@pass_instrument
+class _WithoutFences:
+    """Leaves TileLang's own fences out."""
+
+    def should_run(self, _module: tvm.IRModule, info: Any) -> bool:
+        return info.name != "tl.InjectFenceProxy"
 
 
 @dataclass(frozen=True)
@@ -46,8 +60,10 @@ def lower(name: str, prim_func: tirx.PrimFunc, pass_configs: Mapping[str, Any]) 
     """
     prim_func = prim_func.with_attr("global_symbol", name)
     target = Target(TARGET)
+    configs = dict(pass_configs)
+    instruments = [_WithoutFences()] if configs.pop(OWN_FENCES, False) else []
     try:
-        with tvm.transform.PassContext(opt_level=3, config=dict(pass_configs)), target:
+        with tvm.transform.PassContext(opt_level=3, config=configs, instruments=instruments), target:
             artifact = tilelang.lower(prim_func, target=target)
     except Exception as error:  # TVM raises whatever type its C++ side names
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

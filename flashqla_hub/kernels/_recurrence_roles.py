@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from ._recurrence_tiles import DECAYED_KEYS, SLOTS, STAGES, phase, phase_before
+from ._recurrence_tiles import SLOTS, STAGES, phase, phase_before
 from ._sm90 import (
     CHUNK,
     END_FINAL,
@@ -27,7 +27,6 @@ from ._sm90 import (
     VANISHING,
     WARP,
     WARPGROUP,
-    WARPS_PER_GROUP,
 )
 from ._tile import arrive, find_reference, fraction, wait
 
@@ -37,6 +36,7 @@ EIGHT = 8  # 16-bit values of a 16-byte access
 READ, OUT = 0, 1  # rows of row_scale
 TURN = 1  # named barriers 1 and 2 say whose turn the tensor cores are; the score warpgroup meets at 3
 MEETING, STORED = 3, 4
+SMALLEST_FACTOR = -100.0  # log2; two decays of 2^-80 are together below float32
 LANES_PER_ROW = HEAD_DIM // EIGHT  # of a row of 16-bit values in 16-byte accesses
 LINK_ACCESSES = 16  # of a thread at once: two tiles of a transition
 
@@ -99,6 +99,13 @@ def split_half(dtype, S, column, high, low):
 
 
 @T.macro
+def round_half(dtype, S, column, out):
+    """64 columns of S in 16 bits."""
+    for a, c in T.Parallel(HEAD_DIM, CHUNK):
+        out[a, c] = T.cast(S[a, column + c], dtype)
+
+
+@T.macro
 def multiply_half(S, high, low, k, part):
     """S += (high + low) (K_high + K_low) without the product of the low parts."""
     T.wgmma_gemm(high, k[part, :, :], S, policy=BY_ROWS)
@@ -144,14 +151,29 @@ def scale_outputs(t, r, slot):
 
 
 @T.macro
-def write_state(half, thread, t, b, r, i):
-    """W, Z and N of a chunk; leaves the state product in flight, in this warpgroup's turn."""
+def start_state(dtype, t, r, slot):
+    """The decay from the reference of the chunk before to its end, and on to the own one, where it comes first."""
+    if t.start_decay[0, slot] != 1.0:
+        for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+            r.S[a, c] *= t.start_decay[0, slot]
+        if t.start_decay[1, slot] != 1.0:
+            for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+                r.S[a, c] *= t.start_decay[1, slot]
+        round_half(dtype, r.S, 0, r.S_in[0])
+
+
+@T.macro
+def write_state(half, thread, dtype, t, b, r, i):
+    """W, Z and N of a chunk; ends in this warpgroup's turn."""
     stage, slot = i % STAGES, i % SLOTS
-    T.copy(r.S, r.S_in)
+    round_half(dtype, r.S, 0, r.S_in[0])
     wait(b.scores_ready, slot, phase(i, SLOTS))
+    start_state(dtype, t, r, slot)
     take_turn(half)
-    T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    T.wgmma_gemm(r.S_in[0], t.k[stage, :, 0:CHUNK], r.W, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    round_half(dtype, r.S, CHUNK, r.S_in[1])
     give_turn(half)
+    T.wgmma_gemm(r.S_in[1], t.k[stage, :, CHUNK:HEAD_DIM], r.W, transpose_B=True, policy=BY_ROWS)
     if slot == 0:
         T.copy(t.v[0], r.v)
     else:
@@ -159,61 +181,89 @@ def write_state(half, thread, t, b, r, i):
     T.wait_wgmma(0)
     for a, c in T.Parallel(HEAD_DIM, CHUNK):
         r.Z[a, c] = r.v[c, a] - r.W[a, c] * t.row_scale[slot, READ, c]
-    arrive(b.values_free, slot, thread)
     T.wgmma_gemm(r.Z, t.operand[slot, :, :], r.W, transpose_B=True, clear_accum=True, policy=BY_ROWS)
     for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
         r.S[a, c] *= t.chunk_decay[slot]
     T.wait_wgmma(0)
+    arrive(b.values_free, slot, thread)
     T.copy(r.W, r.N)
     take_turn(half)
-    T.wgmma_gemm(r.N, t.k[t.write_stage[slot], :, :], r.S, policy=BY_ROWS)
+
+
+@T.macro
+def decay_writes(t, r, slot):
+    """N with whole powers of two of its decay to the chunk's end, which is exact."""
+    for a, c in T.Parallel(HEAD_DIM, CHUNK):
+        r.N[a, c] *= t.write_scale[slot, c]
+
+
+@T.macro
+def add_to_state(t, r, stage):
+    T.wgmma_gemm(r.N, t.k[stage, :, :], r.S, policy=BY_ROWS)
 
 
 @T.macro
 def finish_state(t, r, slot):
-    """The decay from the reference to the chunk's end, where they differ."""
+    """The decay from the last chunk's reference to its end, where they differ."""
     if t.late_decay[slot] != 1.0:
         for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
             r.S[a, c] *= t.late_decay[slot]
 
 
 @T.macro
-def read_state(half, t, r, i):
-    """O of a chunk, from the state before it and N; state and outputs are complete afterwards."""
-    stage, slot = i % STAGES, i % SLOTS
-    T.wgmma_gemm(r.S_in, t.q[stage, :, :], r.O, transpose_B=True, clear_accum=True, policy=BY_ROWS)
-    if t.in_one_step[slot] != 0:  # the scores carry the inverse of the outputs' scale
-        T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
-        give_turn(half)
-        T.wait_wgmma(0)
-        scale_outputs(t, r, slot)
-    else:
-        give_turn(half)
-        T.wait_wgmma(0)
-        scale_outputs(t, r, slot)
-        T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
-        T.wait_wgmma(0)
-        finish_state(t, r, slot)
+def read_queries(t, r, stage):
+    T.wgmma_gemm(r.S_in[0], t.q[stage, :, 0:CHUNK], r.O, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    T.wgmma_gemm(r.S_in[1], t.q[stage, :, CHUNK:HEAD_DIM], r.O, transpose_B=True, policy=BY_ROWS)
 
 
 @T.macro
-def keep_state(thread, t, b, r, chunks, silent):
+def read_writes(t, r, slot):
+    T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
+
+
+@T.macro
+def read_state(half, t, r, i):
+    """O of a chunk, from the state before it and N; state and outputs are complete afterwards."""
+    stage, slot = i % STAGES, i % SLOTS
+    if t.factored[slot] != 0:  # N serves state and outputs, and one scale makes both products outputs
+        add_to_state(t, r, stage)
+        read_queries(t, r, stage)
+        give_turn(half)  # P N may run beside the other's first product
+        read_writes(t, r, slot)
+        T.wait_wgmma(0)
+        scale_outputs(t, r, slot)
+    else:
+        read_queries(t, r, stage)
+        give_turn(half)
+        T.wait_wgmma(0)
+        scale_outputs(t, r, slot)
+        read_writes(t, r, slot)
+        T.wait_wgmma(0)
+        decay_writes(t, r, slot)
+        add_to_state(t, r, stage)
+        T.wait_wgmma(0)
+
+
+@T.macro
+def keep_state(thread, dtype, t, b, r, chunks, silent):
     """State and outputs of 64 value rows, the state in registers from the first chunk to the last."""
     half = thread // WARPGROUP
     if half == 1:
         give_turn(half)
     for i in T.serial(silent):
-        write_state(half, thread, t, b, r, i)
+        write_state(half, thread, dtype, t, b, r, i)
+        if t.factored[i % SLOTS] == 0:
+            decay_writes(t, r, i % SLOTS)
+        add_to_state(t, r, i % STAGES)
         give_turn(half)
         T.wait_wgmma(0)
-        finish_state(t, r, i % SLOTS)
         arrive(b.scores_free, i % SLOTS, thread)
         arrive(b.tokens_free, i % STAGES, thread)
         arrive(b.output_ready, half * SLOTS + i % SLOTS, thread)
     for more in T.serial(chunks - silent):
         i = silent + more
         slot = i % SLOTS
-        write_state(half, thread, t, b, r, i)
+        write_state(half, thread, dtype, t, b, r, i)
         read_state(half, t, r, i)
         arrive(b.scores_free, slot, thread)
         arrive(b.tokens_free, i % STAGES, thread)
@@ -223,10 +273,11 @@ def keep_state(thread, t, b, r, chunks, silent):
             T.copy(r.o, t.o[0])
         else:
             T.copy(r.o, t.o[1])
-        T.fence_proxy_async()
         arrive(b.output_ready, half * SLOTS + slot, thread)
     if half == 0:
         take_turn(half)
+    if chunks > 0:
+        finish_state(t, r, (chunks - 1) % SLOTS)
 
 
 @T.macro
@@ -267,16 +318,6 @@ def gate_scores(t, r, stage, warp, lane, last):
 
 
 @T.macro
-def decay_keys(dtype, t, stage, warp, lane):
-    """Keys times the whole powers of two of their decay to the chunk's end, which is exact; a warp has 16 rows."""
-    for pair in T.unroll(EIGHT):
-        row = warp * (CHUNK // WARPS_PER_GROUP) + 2 * pair + lane // 16
-        for e in T.vectorized(EIGHT):
-            column = (lane % 16) * EIGHT + e
-            t.k[DECAYED_KEYS, row, column] = t.k[stage, row, column] * T.cast(t.key_scale[row], dtype)
-
-
-@T.macro
 def clear_tail(dtype, t, stage, slot, rows):
     """Zeros in the rows of k and v that belong to no token of this sequence, whatever was loaded there."""
     for a, c in T.Parallel(CHUNK, HEAD_DIM):
@@ -294,13 +335,14 @@ def clear_tail(dtype, t, stage, slot, rows):
 
 
 @T.macro
-def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_outputs):
+def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, carried, has_outputs):
     """The scales of a chunk and, if it has outputs, Q K^T with its mask and gates; then says that all of it is there."""
     lane, warp = thread % WARP, (thread - STATE_THREADS) // WARP
     row, part = (thread - STATE_THREADS) // 2, thread % 2
     q_scale, reference = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
     factored = T.alloc_local((1,), "int32")
     decay, last, since = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
+    origin = T.alloc_var("float32")
     stage, slot = i % STAGES, i % SLOTS
     wait(b.tokens_ready, stage, phase(i, STAGES))
     q_scale[0] = 0.0
@@ -310,42 +352,36 @@ def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_output
     decay = t.decay[stage, row]
     last = t.decay[stage, CHUNK - 1]
     find_reference(dtype, last, t.decay[stage, lane], t.decay[stage, lane + WARP], reference, factored)
-    since = T.exp2(decay)
+    origin = T.Select(reference[0] != last, reference[0], 0.0)  # to which the state decays before the chunk
+    since = T.exp2(decay - origin)
     wait(b.scores_free, slot, phase_before(i, SLOTS))
     t.row_scale[slot, part, row] = since * T.Select(part == READ, t.key_norm[stage, row], q_scale[0])
     if part == 0:
-        t.score_scale[row] = q_scale[0] * T.Select(factored[0] != 0, T.exp2(decay - reference[0]), 1.0)
-        t.key_scale[row] = T.exp2(T.floor(last - decay))
+        t.score_scale[row] = q_scale[0]
+        t.write_scale[slot, row] = T.cast(T.exp2(T.floor(last - decay)), dtype)
     if row == CHUNK - 1:
         if part == 0:
-            t.chunk_decay[slot] = T.exp2(reference[0])
+            t.start_decay[0, slot] = T.exp2(T.max(carried[0] + origin, SMALLEST_FACTOR))
+            t.start_decay[1, slot] = T.exp2(T.min(carried[0] + origin - SMALLEST_FACTOR, 0.0))
+            t.chunk_decay[slot] = T.exp2(reference[0] - origin)
             t.late_decay[slot] = T.exp2(last - reference[0])
-            t.write_stage[slot] = T.Select(factored[0] != 0, stage, DECAYED_KEYS)
-            t.in_one_step[slot] = T.cast(T.And(factored[0] != 0, reference[0] == last), "int32")
+            t.factored[slot] = factored[0]
+    carried[0] = last - reference[0]
     T.sync_warp()
     if has_outputs:
         T.wait_wgmma(0)
         if factored[0] == 0:
             gate_scores(t, r, stage, warp, lane, last)
-        elif reference[0] == last:
-            growth = T.exp2(-last)
+        else:
+            growth = T.exp2(origin - reference[0])
             for a, c in T.Parallel(CHUNK, CHUNK):
                 r.out[a, c] = T.Select(a >= c, r.score[a, c] * growth, 0.0)
-        else:
-            for a in T.Parallel(CHUNK):
-                r.row_factor[a] = t.score_scale[a]
-            for a, c in T.Parallel(CHUNK, CHUNK):
-                r.out[a, c] = T.Select(a >= c, r.score[a, c] * r.row_factor[a], 0.0)
         T.copy(r.out, t.scores[slot, :, :])
     wait(b.values_ready, slot, phase(i, SLOTS))
     if has_outputs:
         if i == item[ITEM_CHUNKS] - 1:
             if item[ITEM_LAST_ROWS] < CHUNK:
                 clear_tail(dtype, t, stage, slot, item[ITEM_LAST_ROWS])
-    if factored[0] == 0:
-        if i > 0:  # one place for decayed keys: the chunk before must be through with it
-            wait(b.scores_free, 1 - slot, phase(i - 1, SLOTS))
-        decay_keys(dtype, t, stage, warp, lane)
     T.fence_proxy_async()
     arrive(b.tokens_free, stage, thread)
     wait(b.output_free, slot, phase_before(i, SLOTS))
@@ -382,10 +418,12 @@ def form_scores(thread, dtype, t, b, r, item, scale, use_l2norm):
             t.v[0][a, c] = T.cast(0, dtype)
             t.v[1][a, c] = T.cast(0, dtype)
         T.fence_proxy_async()
+    carried = T.alloc_local((1,), "float32")  # log2 of the decay from the reference of the chunk before to its end
+    carried[0] = 0.0
     for i in T.serial(item[ITEM_SILENT]):
-        prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, False)
+        prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, carried, False)
     for more in T.serial(item[ITEM_CHUNKS] - item[ITEM_SILENT]):
-        prepare_chunk(thread, dtype, t, b, r, item, item[ITEM_SILENT] + more, scale, use_l2norm, True)
+        prepare_chunk(thread, dtype, t, b, r, item, item[ITEM_SILENT] + more, scale, use_l2norm, carried, True)
 
 
 @T.macro
@@ -416,7 +454,6 @@ def load_values(thread, t, b, item, v, operand):
                 T.tma_copy(v[token : token + CHUNK, head, :], t.v[0], barrier=b.values_ready[0])
             else:
                 T.tma_copy(v[token : token + CHUNK, head, :], t.v[1], barrier=b.values_ready[1])
-        wait(b.scores_free, slot, phase_before(i, SLOTS))
         T.tma_copy(operand[chunk, head, :, :], t.operand[slot, :, :], barrier=b.values_ready[slot])
         arrive(b.values_ready, slot, thread)
 
@@ -440,6 +477,7 @@ def store_outputs(half, thread, t, b, item, o):
         rows = T.if_then_else(i == item[ITEM_CHUNKS] - 1, item[ITEM_LAST_ROWS], CHUNK)
         token = item[ITEM_FIRST_TOKEN] + i * CHUNK
         wait(b.output_ready, half * SLOTS + slot, phase(i, SLOTS))
+        T.fence_proxy_async()
         if i >= item[ITEM_SILENT]:
             if slot == 0:
                 store_tile(thread % WARP, t.o[0], o, token, item[ITEM_HEAD], half * VALUE_TILE, rows)

@@ -9,7 +9,7 @@ from .protocol import Protocol, arrive, done, read, wait, write
 from .protocol import Tiles as TileSlots
 
 STAGES, SLOTS = RECURRENCE.stages, RECURRENCE.slots
-DECAYED_KEYS = STAGES  # the place behind the stages of k
+LINK_TILES = 4  # a transition's two parts of two tiles each, in the places of the keys and one behind them
 HALVES = ("low", "high")  # of the value rows
 
 
@@ -20,7 +20,7 @@ class Tiles(Group):
 
     def __init__(self, dtype):
         self.q = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
-        self.k = T.alloc_shared((STAGES + 1, CHUNK, HEAD_DIM), dtype)
+        self.k = T.alloc_shared((LINK_TILES, CHUNK, HEAD_DIM), dtype)
         self.decay = T.alloc_shared((STAGES, CHUNK), "float32")
         self.key_norm = T.alloc_shared((STAGES, CHUNK), "float32")
         # A slot is a buffer of its own: a row offset into one buffer is lost when it is read with ldmatrix.trans.
@@ -29,12 +29,13 @@ class Tiles(Group):
         self.operand = T.alloc_shared((SLOTS, CHUNK, CHUNK), dtype)
         self.scores = T.alloc_shared((SLOTS, CHUNK, CHUNK), dtype)
         self.row_scale = T.alloc_shared((SLOTS, 2, CHUNK), "float32")
-        self.chunk_decay = T.alloc_shared((SLOTS,), "float32")  # to the reference, and from there to the chunk's end
+        # To the reference of a chunk: before its first product, in two factors, or behind A Z; and from there to its end.
+        self.start_decay = T.alloc_shared((2, SLOTS), "float32")
+        self.chunk_decay = T.alloc_shared((SLOTS,), "float32")
         self.late_decay = T.alloc_shared((SLOTS,), "float32")
-        self.in_one_step = T.alloc_shared((SLOTS,), "int32")  # whether the two products of the outputs share a scale
-        self.write_stage = T.alloc_shared((SLOTS,), "int32")  # where the state product finds its keys
+        self.factored = T.alloc_shared((SLOTS,), "int32")
+        self.write_scale = T.alloc_shared((SLOTS, CHUNK), dtype)  # of N in the state, in a chunk that is not factored
         self.score_scale = T.alloc_shared((CHUNK,), "float32")
-        self.key_scale = T.alloc_shared((CHUNK,), "float32")
         self.column_decay = T.alloc_shared((RECURRENCE.scores.warps, CHUNK), "float32")
         self.item = T.alloc_shared((ITEM_WORDS,), "int32")
 
@@ -54,7 +55,7 @@ class StateRegisters(Group):
 
     def __init__(self, dtype):
         self.S = T.alloc_fragment((HEAD_DIM, HEAD_DIM), "float32")
-        self.S_in = T.alloc_fragment((HEAD_DIM, HEAD_DIM), dtype)
+        self.S_in = [T.alloc_fragment((HEAD_DIM, CHUNK), dtype) for _ in range(2)]  # halves of the keys' 128 numbers
         self.W = T.alloc_fragment((HEAD_DIM, CHUNK), "float32")
         self.Z = T.alloc_fragment((HEAD_DIM, CHUNK), dtype)
         self.N = T.alloc_fragment((HEAD_DIM, CHUNK), dtype)
@@ -111,9 +112,9 @@ def _state(half):
             yield wait("scores_ready", slot, phase(i, SLOTS))
             yield from (read(tile, stage, i) for tile in ("q", "k"))
             yield from (read(tile, slot, i) for tile in (f"v_{name}", "operand", "scores"))
-            yield done(f"v_{name}", slot, i)
+            yield from (done(tile, slot, i) for tile in (f"v_{name}", "operand"))
             yield arrive("values_free", slot, arrivals)
-            yield from (done(tile, slot, i) for tile in ("operand", "scores"))
+            yield done("scores", slot, i)
             yield arrive("scores_free", slot, arrivals)
             yield from (done(tile, stage, i) for tile in ("q", "k"))
             yield arrive("tokens_free", stage, arrivals)
@@ -136,8 +137,6 @@ def _scores(trips):
         yield wait("scores_free", slot, phase_before(i, SLOTS))
         yield write("scores", slot, i)
         yield wait("values_ready", slot, phase(i, SLOTS))
-        if i > 0:  # only a chunk whose decay is not factored waits here, before it writes the decayed keys
-            yield wait("scores_free", 1 - slot, phase(i - 1, SLOTS))
         yield from (done(tile, stage, i) for tile in ("q", "k"))
         yield arrive("tokens_free", stage, warps)
         yield wait("output_free", slot, phase_before(i, SLOTS))
@@ -161,7 +160,6 @@ def _load_values(trips):
         slot = i % SLOTS
         yield wait("values_free", slot, phase_before(i, SLOTS))
         yield from (write(f"v_{name}", slot, i) for name in HALVES)
-        yield wait("scores_free", slot, phase_before(i, SLOTS))
         yield write("operand", slot, i)
         yield arrive("values_ready", slot, 1)
 

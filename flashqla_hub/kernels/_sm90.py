@@ -119,10 +119,12 @@ class RecurrenceLayout:
         wide, square = CHUNK * HEAD_DIM * BYTES[dtype], CHUNK * CHUNK * BYTES[dtype]
         row = CHUNK * BYTES["float32"]
         staged = self.stages * (2 * wide + 2 * row)  # q, k, decay, key_norm
-        decayed_keys = wide
-        slotted = self.slots * (2 * wide + 2 * square + 2 * row + 2 * BYTES["float32"] + 2 * BYTES["int32"])
-        scratch = (2 + self.scores.warps) * row + ITEM_WORDS * BYTES["int32"]
-        return staged + decayed_keys + slotted + scratch
+        link_tile = wide  # behind the stages of k
+        slotted = self.slots * (
+            2 * wide + 2 * square + 2 * row + CHUNK * BYTES[dtype] + 4 * BYTES["float32"] + BYTES["int32"]
+        )
+        scratch = (1 + self.scores.warps) * row + ITEM_WORDS * BYTES["int32"]
+        return staged + link_tile + slotted + scratch
 
 
 @dataclass(frozen=True)

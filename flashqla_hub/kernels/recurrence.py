@@ -7,12 +7,13 @@ Per chunk of C tokens, with the state S [K, V], G the decay since the chunk's st
 
 The state stands transposed in registers, 64 value rows in each of two warpgroups, and is the left operand of its products.
 Where the decay within a chunk stays within FACTORED_RANGE of a reference R, N is formed with its decay to R (it is in the
-operand), so that the keys serve as they are. R is G_end: then the scores carry 2^(-R), the three last products follow each
-other, and one scale, 2^G scale, makes the outputs. Or it is half of G_end, where only that is in range: then the state decays
-to R before its product and on to the end behind it, the scores carry 2^(G - R) scale, since 2^(-G) itself may be beyond
-float32, and Q S is scaled before P N is added. Other chunks, such as those with gates of -30 or -inf, keep N without that
-decay: the score warpgroup multiplies the keys by whole powers of two (the fractions are in the operand) and gates the scores
-pair by pair, so that only decays from an earlier to a later token are formed. L2 norms of q and k ride on the scales of rows.
+operand), so that the keys serve as they are, the three last products follow each other, and one scale makes the outputs.
+R is G_end: then the scores carry 2^(-R), and that scale is 2^G scale. Or it is half of G_end, where only that is in range:
+2^(-R) N may be beyond float32, so the state decays to R before the chunk, 2^(G - R) stands for 2^G in both scales, and the
+decay from R to the end waits for the start of the next chunk. Other chunks, such as those with gates of -30 or -inf, keep N
+without that decay: the score warpgroup multiplies the keys by whole powers of two (the fractions are in the operand) and
+gates the scores pair by pair, so that only decays from an earlier to a later token are formed, and Q S is scaled before P N
+is added. L2 norms of q and k ride on the scales of rows.
 
 A sequence may be cut into segments. What starts a segment's state, and which blocks make it, is told in `_segments.py`; here
 it means that some first chunks may have no outputs, that a state may start as the identity (without values: the columns of
@@ -35,9 +36,9 @@ Barrier          set by            waited on by           arrivals
 tokens_ready     token loader      scores                 1 and the bytes
 tokens_free      state, scores     token loader           8 + 4
 values_ready     value loader      scores                 1 and the bytes
-values_free      state             value loader           8
+values_free      state             value loader           8, behind A Z
 scores_ready     scores            state                  4
-scores_free      state             scores, value loader   8
+scores_free      state             scores                 8
 output_ready     state (a half)    storer of that half    4
 output_free      storers           scores                 2
 link_ready       scores            state                  4
@@ -47,7 +48,8 @@ named 1 and 2    the other half    a state warpgroup      256, in turn: K S, the
 named 3          scores            scores                 128, in a chunk that ends early
 named 4          state             state                  256, before a segment's state or transition is announced
 
-The state warpgroups wait once a chunk, for `scores_ready`: the score warpgroup waits for everything else beforehand.
+The state warpgroups wait once a chunk, for `scores_ready`: the score warpgroup waits for everything else beforehand. What it
+stores itself it orders before wgmma reads it; the outputs are ordered by the storers, so that no state warpgroup has a fence.
 """
 
 import tilelang.language as T
@@ -181,7 +183,7 @@ def build_recurrence(dtype):
                 base = t.item[ITEM_OWN] - (t.item[ITEM_LINKS] + 1) * value_heads
                 load_state(state.S, t.item[ITEM_START], matrix, base, initial, states, value_stride, key_stride)
                 follow_links(thread, dtype, t, b, state, t.item[ITEM_LINKS], base, value_heads, states)
-                keep_state(thread, t, b, state, item[ITEM_CHUNKS], item[ITEM_SILENT])
+                keep_state(thread, dtype, t, b, state, item[ITEM_CHUNKS], item[ITEM_SILENT])
                 store_state(
                     thread,
                     dtype,

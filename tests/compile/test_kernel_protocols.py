@@ -90,3 +90,12 @@ def test_protocols_and_compiled_sources_agree(protocols, product):
         declared = {barrier: [part.arrivals] * part.slots for barrier, part in protocol.barriers.items()}
         for source in sources:
             assert initialised_barriers(source) == declared
+
+
+def test_outputs_are_ordered_before_they_are_stored(product):
+    """The state warpgroups have no fence, and TileLang adds none: each storer's comes between its wait and its TMA store."""
+    sources = [kernel.source for kernel in product if kernel.plan.name.startswith("recurrence")]
+    for source in sources:
+        handovers = re.findall(r"output_ready\[[^;]*\.wait\(.*?tl::tma_store\(", source, flags=re.DOTALL)
+        assert len(handovers) == 2, "a storer for each half"
+        assert all("tl::fence_proxy_async();" in handover for handover in handovers)

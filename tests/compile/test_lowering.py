@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from types import MappingProxyType
 
 import pytest
 
@@ -84,10 +85,10 @@ def named(prim_func):
     return prim_func
 
 
-def lowered(prim_func):
+def lowered(prim_func, pass_configs=MappingProxyType({})):
     from flashqla_hub.compile.lowering import lower
 
-    return lower("test_kernel", named(prim_func), {})
+    return lower("test_kernel", named(prim_func), pass_configs)
 
 
 def test_equal_buffers_get_names_of_their_own():
@@ -101,6 +102,28 @@ def test_the_same_kernel_gives_the_same_source_every_time():
     first = lowered(build_with_unnamed_tiles())
     for _ in range(5):
         assert lowered(build_with_unnamed_tiles()) == first
+
+
+def build_with_a_store_before_a_tma_store():
+    import tilelang.language as T
+
+    @T.prim_func
+    def store(x: T.Tensor((64, 64), "float32")):
+        with T.Kernel(1, threads=64) as _:
+            tile = T.alloc_shared((64, 64), "float32")
+            for row in T.serial(64):
+                tile[row, T.get_thread_binding()] = 1.0
+            T.tma_copy(tile, x)
+
+    return store
+
+
+def test_a_kernel_with_fences_of_its_own_gets_no_others():
+    from flashqla_hub.compile.lowering import OWN_FENCES
+
+    assert "fence_proxy_async" in lowered(build_with_a_store_before_a_tma_store()).source
+    own = lowered(build_with_a_store_before_a_tma_store(), {OWN_FENCES: True}).source
+    assert "tma_store" in own and "fence_proxy_async" not in own
 
 
 KERNEL_TEXT = """
