@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_bee013c15272"
+NAMESPACE = "_flashqla_690f4dc58e1e"
 ops = getattr(torch.ops, NAMESPACE)
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-NAMESPACE = "_flashqla_e16b9fa5443c"
+NAMESPACE = "_flashqla_628ebc41f97b"
 ops = getattr(torch.ops, NAMESPACE)
 
 

@@ -34,10 +34,23 @@ def gated_delta_rule_fwd(
     plan: str,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """o [B, T, HV, V], final state [N, HV, K, V], and residuals for the backward (empty unless asked for)."""
-    _check_bounds(cu_seqlens, q)
     unsupported = capability.explain_unsupported(q, k, v, g, beta)
     if unsupported is None:
-        return sm90_path.forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, plan)
+        return _with_bounds_explained(
+            sm90_path.forward,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state,
+            cu_seqlens,
+            scale,
+            use_qk_l2norm,
+            save_for_backward,
+            plan,
+        )
+    _check_bounds(cu_seqlens, q)
     _notice_on_cuda("chunk_gated_delta_rule", unsupported, q)
     with torch.autocast(q.device.type, enabled=False):
         return torch_path.forward(
@@ -45,25 +58,24 @@ def gated_delta_rule_fwd(
         )
 
 
+def is_compiled(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> bool:
+    """Whether the compiled op serves a forward with these tensors."""
+    return capability.explain_unsupported(q, k, v, g, beta) is None
+
+
 def forward_directly(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
 ) -> Optional[Tuple[Tensor, Optional[Tensor]]]:
-    """o and the final state in the layout asked for, by the compiled op; None for whatever it does not take.
+    """o and the final state in the layout asked for, by the compiled op; None where it does not serve.
 
     The op above is for autograd and tracers. Where neither looks, its dispatch would cost more host time than the kernels'
-    launches. The arguments may be anything: their rules are checked after a failure, which names the one that was broken.
+    launches.
     """
-    try:
-        if capability.explain_unsupported(q, k, v, g, beta) is not None:
-            return None
-        _check_bounds(cu_seqlens, q)
-        o, final_state = sm90_path.call(
-            q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
-        )
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # the caller goes the checked way, where the same error is raised again if no rule explains it
+    if capability.explain_unsupported(q, k, v, g, beta) is not None:
         return None
+    o, final_state = sm90_path.call(
+        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
+    )
     return o, final_state if output_final_state else None
 
 
@@ -85,18 +97,32 @@ def gated_delta_rule_bwd(
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, beta in their dtypes and of the initial state in the dtype of the final state.
 
-    The SM90 kernels give a dh0 without sequences where there is no initial state, and read no residuals.
+    The SM90 kernels give a dh0 without sequences where there is no initial state.
     """
-    _check_bounds(cu_seqlens, q)
     unsupported = capability.explain_unsupported_backward(q, k, v, g, beta)
     if unsupported is None:
-        return sm90_path.backward(q, k, v, g, beta, initial_state, cu_seqlens, do, dht, scale, use_qk_l2norm, plan)
+        validation.check_residuals(residuals, sm90_path.residual_shape(q, v, cu_seqlens))
+        return _with_bounds_explained(
+            sm90_path.backward,
+            *(q, k, v, g, beta, initial_state, cu_seqlens),
+            *(residuals, do, dht, scale, use_qk_l2norm, plan),
+        )
+    _check_bounds(cu_seqlens, q)
     _notice_on_cuda("the backward of chunk_gated_delta_rule", unsupported, q)
     validation.check_residuals(residuals, torch_path.residual_shape(q, v, cu_seqlens, chunk_size))
     with torch.autocast(q.device.type, enabled=False):
         return torch_path.backward(
             q, k, v, g, beta, initial_state, cu_seqlens, residuals, do, dht, scale, use_qk_l2norm, chunk_size
         )
+
+
+def _with_bounds_explained(compiled, q, k, v, g, beta, initial_state, cu_seqlens, *arguments):
+    """What the compiled op returns. It looks at the bounds itself, by the same wish, and has no sentence for them."""
+    try:
+        return compiled(q, k, v, g, beta, initial_state, cu_seqlens, *arguments)
+    except RuntimeError:
+        _check_bounds(cu_seqlens, q)
+        raise
 
 
 def _check_bounds(cu_seqlens: Optional[Tensor], q: Tensor) -> None:
@@ -122,10 +148,13 @@ def _forward_fake(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, save_for_backward, plan
 ):
     dtype = torch_path.compute_dtype(q)
-    keeps = save_for_backward and capability.explain_unsupported(q, k, v, g, beta) is not None
-    residuals = torch_path.residual_shape(q, v, cu_seqlens, chunk_size) if keeps else [0]
+    residuals, residual_dtype = [0], dtype
+    if save_for_backward and not is_compiled(q, k, v, g, beta):
+        residuals = torch_path.residual_shape(q, v, cu_seqlens, chunk_size)
+    elif save_for_backward and q.dtype == sm90_path.RESIDUAL_DTYPE:
+        residuals, residual_dtype = sm90_path.residual_shape(q, v, cu_seqlens), q.dtype
     state = q.new_empty(_state_shape(q, v, cu_seqlens), dtype=dtype)
-    return _contiguous(v), state, q.new_empty(residuals, dtype=dtype)
+    return _contiguous(v), state, q.new_empty(residuals, dtype=residual_dtype)
 
 
 def _backward_fake(

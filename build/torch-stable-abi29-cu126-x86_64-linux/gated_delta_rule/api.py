@@ -114,20 +114,24 @@ def chunk_gated_delta_rule(
     """
     if cp_context is not None or unknown:
         _refuse_unsupported(cp_context=cp_context, **unknown)
-    validation.check_flags(
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        use_gate_in_kernel=use_gate_in_kernel,
-    )
+    if not (
+        type(output_final_state) is type(use_qk_l2norm_in_kernel) is type(use_beta_sigmoid_in_kernel) is bool
+        and type(allow_neg_eigval) is type(state_v_first) is type(use_gate_in_kernel) is bool
+    ):
+        validation.check_flags(
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            use_gate_in_kernel=use_gate_in_kernel,
+        )
     inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
     activates = use_gate_in_kernel or use_beta_sigmoid_in_kernel or allow_neg_eigval
     if not activates and A_log is None and dt_bias is None and validation.are_sound_options(scale, chunk_size):
         # The compiled op checks tensors itself, in a tenth of the time. What it refuses comes back, to get its sentence here.
         direct = autograd.forward_directly(
-            *inputs, scale, use_qk_l2norm_in_kernel, state_v_first, output_final_state, plan
+            *inputs, scale, use_qk_l2norm_in_kernel, chunk_size, state_v_first, output_final_state, plan
         )
         if direct is not None:
             return direct
@@ -141,15 +145,12 @@ def chunk_gated_delta_rule(
         beta = beta if activated_beta is None else activated_beta
     inputs = (q, k, v, g, beta, initial_state, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    options = (scale, use_qk_l2norm_in_kernel, chunk_size, state_v_first, output_final_state, plan)
     if activates:
-        direct = autograd.forward_directly(
-            *inputs, scale, use_qk_l2norm_in_kernel, state_v_first, output_final_state, plan
-        )
+        direct = autograd.forward_directly(*inputs, *options)
         if direct is not None:
             return direct
-    return autograd.forward(
-        *inputs, scale, use_qk_l2norm_in_kernel, chunk_size, state_v_first, output_final_state, plan
-    )
+    return autograd.forward(*inputs, *options)
 
 
 def fused_recurrent_gated_delta_rule(

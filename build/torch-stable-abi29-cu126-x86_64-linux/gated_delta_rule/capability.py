@@ -22,12 +22,13 @@ def explain_unsupported(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
         return reason
     if q.dtype not in SM90_DTYPES:
         return f"q has dtype {q.dtype}, and the SM90 kernels take bfloat16 and float16"
-    for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
+    dim_k, (*_, v_heads, dim_v) = q.shape[-1], v.shape
+    if dim_k == dim_v == SM90_HEAD_DIM and v_heads > 0:
+        return None
+    for name, size in (("K", dim_k), ("V", dim_v)):
         if size != SM90_HEAD_DIM:
             return f"{name} is {size}, and the SM90 kernels take head size {SM90_HEAD_DIM}"
-    if v.shape[2] == 0:
-        return "there are no value heads, and the SM90 kernels take at least one"
-    return None
+    return "there are no value heads, and the SM90 kernels take at least one"
 
 
 def explain_unsupported_backward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Optional[str]:

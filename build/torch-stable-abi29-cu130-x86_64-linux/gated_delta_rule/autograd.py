@@ -8,19 +8,57 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..checks import can_call_directly, is_eager
+from ..checks import can_call_directly, is_eager, wants_gradient
 from . import ops
+
+CHECKED, UNCHECKED = True, False  # whether the arguments are known to keep their rules
+
+
+class _Refused(Exception):
+    """The op failed on arguments that nobody has checked."""
 
 
 def forward_directly(
-    q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state,
+    cu_seqlens,
+    scale,
+    use_qk_l2norm,
+    chunk_size,
+    state_v_first,
+    output_final_state,
+    plan,
 ) -> Optional[Tuple[Tensor, Optional[Tensor]]]:
-    """What `forward` returns, by the compiled op itself, if no gradient is wanted and the op takes the arguments; else None."""
-    if not can_call_directly(q, k, v, g, beta, initial_state, cu_seqlens):
+    """What `forward` returns, by the compiled op with at most our own autograd around it; None for whatever it does not take.
+
+    The arguments may be anything: their rules are checked after a failure, which names the one that was broken.
+    """
+    inputs = (q, k, v, g, beta, initial_state)
+    if not is_eager(*inputs, cu_seqlens):
         return None
-    return ops.forward_directly(
-        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
-    )
+    try:
+        if not wants_gradient(*inputs):
+            return ops.forward_directly(
+                *inputs, cu_seqlens, scale, use_qk_l2norm, state_v_first, output_final_state, plan
+            )
+        if not ops.is_compiled(q, k, v, g, beta):
+            return None
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        state = state_k_first(initial_state, state_v_first)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # the caller goes the checked way, where the same error is raised again if no rule explains it
+        return None
+    try:
+        options = (cu_seqlens, scale, use_qk_l2norm, chunk_size, plan, UNCHECKED)
+        o, final_state = _Forward.apply(q, k, v, g, beta, state, options)
+    except _Refused:  # nothing else: hooks of saved tensors may raise what others wait for
+        return None
+    return o, public_state(final_state, output_final_state, state_v_first)
 
 
 def forward(
@@ -43,10 +81,10 @@ def forward(
     Residuals are kept only if a gradient can be asked for.
     """
     inputs = (q, k, v, g, beta, state_k_first(initial_state, state_v_first))
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    differentiable = wants_gradient(*inputs)
     options = (cu_seqlens, scale, use_qk_l2norm, chunk_size)
     if differentiable and is_eager(*inputs, cu_seqlens):
-        o, final_state = _Forward.apply(*inputs, *options, plan)
+        o, final_state = _Forward.apply(*inputs, (*options, plan, CHECKED))
     else:
         o, final_state, _ = ops.ops.gated_delta_rule_fwd(*inputs, *options, differentiable, plan)
     return o, public_state(final_state, output_final_state, state_v_first)
@@ -93,24 +131,35 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, do: Optional[Tensor], dht: Optional[Tensor], _):
     q, k, v, g, beta, initial_state, cu_seqlens, residuals = ctx.saved_tensors
     *grads, dh0 = _gradients(q, k, v, g, beta, initial_state, cu_seqlens, residuals, do, dht, *ctx.options)
-    dh0 = None if initial_state is None else dh0.to(initial_state.dtype)
+    if initial_state is None:
+        dh0 = None
+    elif dh0.dtype != initial_state.dtype:
+        dh0 = dh0.to(initial_state.dtype)
     return (*grads, dh0, *[None] * 6)
 
 
 class _Forward(torch.autograd.Function):
-    """The op with its formulas where only autograd looks: its dispatch costs more host time than this."""
+    """The op with its formulas where only autograd looks: its dispatch costs more host time than this.
+
+    What no gradient flows to comes as one argument, since each costs host time.
+    """
 
     @staticmethod
-    def forward(ctx, *arguments):
-        *inputs, plan = arguments
-        inputs = (*inputs, True, plan)
-        output = ops.gated_delta_rule_fwd(*inputs)
+    def forward(ctx, q, k, v, g, beta, initial_state, options):
+        cu_seqlens, scale, use_qk_l2norm, chunk_size, plan, is_checked = options
+        inputs = (q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, chunk_size, True, plan)
+        try:
+            output = ops.gated_delta_rule_fwd(*inputs)
+        except Exception as error:
+            if is_checked or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise _Refused from error
         _setup_context(ctx, inputs, output)
         return output[:2]
 
     @staticmethod
     def backward(ctx, do, dht):
-        return _backward(ctx, do, dht, None)[:-1]
+        return (*_backward(ctx, do, dht, None)[:6], None)
 
 
 ops.define(_setup_context, _backward)

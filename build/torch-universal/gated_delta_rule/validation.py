@@ -180,7 +180,7 @@ def check_gradients(q, v, residuals, do, dht, cu_seqlens, state_v_first) -> None
 
 
 def check_residuals(residuals: Tensor, expected: list) -> None:
-    """Raise unless `residuals` has the shape that the forward of the same call would have kept, or is empty as SM90's."""
+    """Raise unless `residuals` has the shape that the forward of the same call would have kept, or is empty."""
     if _shape(residuals) not in (expected, [0]):
         raise ValueError(
             f"residuals has shape {_shape(residuals)}; the forward of this call keeps {expected}: "
