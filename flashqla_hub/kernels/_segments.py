@@ -41,6 +41,7 @@ from ._sm90 import (
     ITEM_START,
     ITEM_WORDS,
     LINK,
+    LONG,
     MISSING,
     START_IDENTITY,
     START_INITIAL,
@@ -69,7 +70,9 @@ def first_vote(mask):
 
 
 @T.macro
-def find_sequence(place, cu_words, words_per_entry, dense_length, sequences, tokens, slot, step, lane):
+def find_sequence(
+    place, cu_words, words_per_entry, dense_length, sequences, tokens, slot, step, lane, has_place_of_its_own=1
+):
     """place <- the last sequence whose first slot is not behind `slot`, its first token and its end.
 
     A warp tries 32 at a time; in the last round those are neighbours, and what was loaded for the test is the answer.
@@ -82,7 +85,9 @@ def find_sequence(place, cu_words, words_per_entry, dense_length, sequences, tok
         index = T.min(place[0] + lane * width, sequences - 1)
         start = offset(cu_words, index, words_per_entry, dense_length, tokens)
         end = offset(cu_words, index + 1, words_per_entry, dense_length, tokens)
-        here = T.Select(lane * width < count, T.truncdiv(start, step) + index, T.max_value("int32"))
+        here = T.Select(
+            lane * width < count, T.truncdiv(start, step) + index * has_place_of_its_own, T.max_value("int32")
+        )
         passed = T.max(T.call_extern("int32", "__popc", votes(here <= slot)) - 1, 0)
         place[1] = T.shfl_sync(start, passed)
         place[2] = T.shfl_sync(end, passed)
@@ -242,3 +247,27 @@ def describe_item(
                 item[ITEM_SIGN] = T.Select(T.And(part == 0, closed != 0), BASE, LINK)
                 if part != 0:
                     item[ITEM_START] = START_IDENTITY
+
+
+@T.macro
+def describe_long(
+    item, place, head, has_initial, write_final, cu_words, words_per_entry, dense_length, sequences, tokens, lane
+):
+    """The same of a whole sequence of more than LONG tokens, by the first multiple of LONG that lies in it; of no other."""
+    found = T.alloc_local((3,), "int32")
+    token, length, chunks = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    token = place * LONG
+    find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, token, 1, lane, 0)
+    length = found[2] - found[1]
+    chunks = T.truncdiv(length + CHUNK - 1, CHUNK)
+    for word in T.unroll(ITEM_WORDS):
+        item[word] = 0
+    item[ITEM_SEQUENCE] = found[0]
+    item[ITEM_HEAD] = head
+    item[ITEM_FIRST_TOKEN] = found[1]
+    item[ITEM_FIRST_SLOT] = T.truncdiv(found[1], CHUNK) + found[0]
+    item[ITEM_LAST_ROWS] = length - (chunks - 1) * CHUNK
+    if T.And(length > LONG, T.And(found[1] <= token, found[1] + LONG > token)):
+        item[ITEM_CHUNKS] = chunks
+        item[ITEM_START] = T.Select(has_initial != 0, START_INITIAL, START_ZERO)
+        item[ITEM_END] = T.Select(write_final != 0, END_FINAL, END_NOTHING)

@@ -22,6 +22,8 @@ SHARED_MEMORY = 227 * 1024  # bytes that one block may have
 SHARED_MEMORY_OF_SM = 228 * 1024
 SHARED_MEMORY_OVERHEAD = 2 * 1024  # per block: the driver's part, and the barriers with their alignment
 
+LONG = 16 * CHUNK  # tokens of a sequence beyond which the kernel for short sequences leaves it to the recurrence
+
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 
 ITEM_WORDS = 12  # int32 words that say what a block of the recurrence does
@@ -148,8 +150,27 @@ class FactorLayout:
         return keys + square + leaves + 2 * CHUNK * BYTES["float32"] + gates
 
 
+@dataclass(frozen=True)
+class ShortLayout:
+    """Threads and shared memory of the kernel for short sequences (`short.py`)."""
+
+    warps: int = WARPS_PER_GROUP
+    blocks_per_sm: int = 3
+    words: int = 5  # that say what a block does
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP
+
+    def shared_memory(self, dtype: str) -> int:
+        """Bytes of all tiles, before alignment."""
+        wide, square = CHUNK * HEAD_DIM * BYTES[dtype], CHUNK * CHUNK * BYTES[dtype]
+        return 3 * wide + 2 * square + 6 * CHUNK * BYTES["float32"] + self.words * BYTES["int32"]
+
+
 RECURRENCE = RecurrenceLayout()
 FACTOR = FactorLayout()
+SHORT = ShortLayout()
 
 
 SEGMENT_WORDS = 6  # int32 words of a segment's record: four of its sequence, which sequence, and which segment of it

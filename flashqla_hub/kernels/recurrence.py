@@ -65,7 +65,7 @@ from ._recurrence_roles import (
     store_state,
 )
 from ._recurrence_tiles import RECURRENCE_PROTOCOL, Barriers, ScoreRegisters, StateRegisters, Tiles
-from ._segments import describe_item
+from ._segments import describe_item, describe_long
 from ._sm90 import (
     CHUNK,
     HEAD_DIM,
@@ -89,8 +89,12 @@ PROTOCOL = RECURRENCE_PROTOCOL
 MOVERS = STATE_THREADS + WARPGROUP  # first thread of the loaders and storers
 
 
-def build_recurrence(dtype):
-    """The prim_func for q, k, v of `dtype`; arguments in README.md."""
+def build_recurrence(dtype, of_long=False):
+    """The prim_func for q, k, v of `dtype`; arguments in README.md.
+
+    Args:
+        of_long: a kernel for what `short.py` leaves, the sequences of more than LONG tokens, in one piece each.
+    """
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     chunk_slots, words = T.dynamic("chunk_slots"), T.dynamic("words")
     matrices, rows = T.dynamic("matrices"), T.dynamic("rows")
@@ -144,27 +148,42 @@ def build_recurrence(dtype):
                 makers = 2 * segment_slots * value_heads * has_cuts
                 makes_states = T.cast(block < makers, "int32")
                 place = T.truncdiv(T.Select(makes_states != 0, block, block - makers), value_heads)
-                describe_item(
-                    item,
-                    T.Select(makes_states != 0, T.truncdiv(place, 2), place),
-                    T.truncmod(block, value_heads),
-                    T.truncmod(place, 2),
-                    has_initial,
-                    write_final,
-                    cu_words,
-                    words_per_entry,
-                    dense_length,
-                    sequences,
-                    tokens,
-                    value_heads,
-                    segment_chunks,
-                    replay,
-                    makes_states,
-                    bound,
-                    ready,
-                    reach,
-                    thread,
-                )
+                if of_long:
+                    describe_long(
+                        item,
+                        place,
+                        T.truncmod(block, value_heads),
+                        has_initial,
+                        write_final,
+                        cu_words,
+                        words_per_entry,
+                        dense_length,
+                        sequences,
+                        tokens,
+                        thread,
+                    )
+                else:
+                    describe_item(
+                        item,
+                        T.Select(makes_states != 0, T.truncdiv(place, 2), place),
+                        T.truncmod(block, value_heads),
+                        T.truncmod(place, 2),
+                        has_initial,
+                        write_final,
+                        cu_words,
+                        words_per_entry,
+                        dense_length,
+                        sequences,
+                        tokens,
+                        value_heads,
+                        segment_chunks,
+                        replay,
+                        makes_states,
+                        bound,
+                        ready,
+                        reach,
+                        thread,
+                    )
                 if thread == 0:
                     for word in T.unroll(ITEM_WORDS):
                         t.item[word] = item[word]

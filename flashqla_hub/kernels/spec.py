@@ -53,6 +53,7 @@ class RecurrenceSpec:
     """Outputs and states of one value head of a part of one sequence per block."""
 
     dtype: str
+    of_long: bool = False  # the form for long sequences among many short ones
     # One program for both state warpgroups: 8 + 4 + 4 + 8 wgmma (K S, A Z, state, Q S) and P N's 4 in either mode; 8 more
     # are Q K^T. Replayed chunks have 8 + 4 + 4 of their own, and a link 6 of depth 64. The tiles of V and O go through
     # transposing matrix loads and stores, four a slot.
@@ -63,12 +64,33 @@ class RecurrenceSpec:
 
     @property
     def name(self) -> str:
-        return f"recurrence_{self.dtype}"
+        return f"recurrence_{'long_' if self.of_long else ''}{self.dtype}"
 
     def build(self) -> Any:
         from .recurrence import build_recurrence
 
-        return build_recurrence(DTYPES[self.dtype])
+        return build_recurrence(DTYPES[self.dtype], self.of_long)
+
+
+@dataclass(frozen=True)
+class ShortSpec:
+    """Outputs and states of the value heads of a key head of one short sequence per block."""
+
+    dtype: str
+    # Q K^T 8 wgmma, K S 8, A Z 4 with and without a state, Q S 8, P N 4, state 4.
+    minimum_instructions: Mapping[str, int] = field(
+        default_factory=lambda: {"HGMMA": 36, "UTMALDG": 16, "LDSM": 4, "STSM": 4}
+    )
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+
+    @property
+    def name(self) -> str:
+        return f"short_{self.dtype}"
+
+    def build(self) -> Any:
+        from .short import build_short
+
+        return build_short(DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -382,6 +404,8 @@ class BackwardGradientsSpec:
 SPECS = (
     *(FactorSpec(dtype) for dtype in DTYPES),
     *(RecurrenceSpec(dtype) for dtype in DTYPES),
+    *(ShortSpec(dtype) for dtype in DTYPES),
+    *(RecurrenceSpec(dtype, of_long=True) for dtype in DTYPES),
     BackwardPlanSpec(),
     *(BackwardFactorSpec(dtype) for dtype in DTYPES),
     *(BackwardScanSpec(dtype) for dtype in DTYPES),

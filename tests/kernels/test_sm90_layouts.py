@@ -41,6 +41,13 @@ def test_factor_blocks_fit_in_an_sm(dtype):
     assert (sm90.FACTOR.blocks_per_sm + 1) * block > sm90.SHARED_MEMORY_OF_SM
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_blocks_of_short_sequences_fit_in_an_sm(dtype):
+    block = sm90.SHORT.shared_memory(dtype) + sm90.SHARED_MEMORY_OVERHEAD
+    assert sm90.SHORT.blocks_per_sm * block <= sm90.SHARED_MEMORY_OF_SM
+    assert (sm90.SHORT.blocks_per_sm + 1) * block > sm90.SHARED_MEMORY_OF_SM
+
+
 def test_every_barrier_completes_with_whole_warps():
     state, scores = sm90.RECURRENCE.state.warps, sm90.RECURRENCE.scores.warps
     assert sm90.RECURRENCE.arrivals["tokens_free"] == state + scores

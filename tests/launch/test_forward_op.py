@@ -325,8 +325,84 @@ def test_without_chunks_nothing_is_launched_and_states_stay(product_process, cal
     assert states == ([] if not has_states else [0.0] if initial is None else [3.0])
 
 
+MANY = 400  # sequences, whose 2 heads each give six blocks an SM and more
+SHORT = Call(tokens=32 * MANY, offsets=tuple(range(0, 32 * MANY + 1, 32)), initial="float32")
+
+
+def test_many_short_sequences_have_a_kernel_of_their_own(product_process):
+    found, _, _ = product_process.run(run, SHORT)
+    assert [launch.kernel for launch in found] == [
+        "factor_bf16_kernel",
+        "short_bf16_kernel",
+        "recurrence_long_bf16_kernel",
+    ]
+    places = 13  # of the first multiple of 1024 in a sequence of more than 1024 tokens
+    assert [launch.grid for launch in found[1:]] == [(MANY * H, 1, 1), (places * HV, 1, 1)]
+    assert [launch.programmatic for launch in found] == [0, 1, 1]
+    found, _, _ = product_process.run(run, replace(SHORT, dtype="float16"))
+    assert [launch.kernel for launch in found][1:] == ["short_fp16_kernel", "recurrence_long_fp16_kernel"]
+
+
+def test_the_kernel_for_short_sequences_gets_everything(product_process):
+    [factor, short, long], addresses, _ = product_process.run(run, replace(SHORT, use_l2norm=True, state_v_first=True))
+    tokens, slots = 32 * MANY, 32 * MANY // 64 + MANY
+    decay, key_norm = factor.arguments["decay"], factor.arguments["key_norm"]
+    row, projection_row = 256, 2 * H * 256  # bytes of a head and of a token in q and k's projection
+    expected = {
+        "q_desc": tile_map(addresses["q"], (128, tokens, H), (projection_row, row), (64, 32, 1)),
+        "k_desc": tile_map(addresses["k"], (128, tokens, H), (projection_row, row), (64, 32, 1)),
+        "v_desc": tile_map(addresses["v"], (128, tokens, HV), (HV * row, row), (64, 32, 1)),
+        "operand_desc": tile_map(
+            factor.arguments["operand"], (64, 64, HV, slots), (128, 8192, HV * 8192), (64, 64, 1, 1)
+        ),
+        "decay_desc": tile_map(decay, (64, HV, slots), (256, HV * 256), (64, 1, 1), FLOAT32, SWIZZLE_NONE),
+        "key_norm_desc": tile_map(key_norm, (64, H, slots), (256, H * 256), (64, 1, 1), FLOAT32, SWIZZLE_NONE),
+        "cu_words": addresses["offsets"],
+        "initial": addresses["initial"],
+        "o": addresses["o"],
+        "final": addresses["final"],
+        "has_initial": 1,
+        "write_final": 1,
+        "chunk_slots": slots,
+        "dense_length": -1,
+        "key_heads": H,
+        "value_heads": HV,
+        "scale": 0.25,
+        "matrices": MANY * HV,
+        "sequences": MANY,
+        "state_v_first": 1,
+        "tokens": tokens,
+        "use_l2norm": 1,
+        "words": 2 * (MANY + 1),
+        "words_per_entry": 2,
+    }
+    assert_arguments(short, expected)
+    same = ("cu_words", "initial", "o", "final", "scale", "sequences", "has_initial", "write_final", "state_v_first")
+    assert [long.arguments[name] for name in same] == [short.arguments[name] for name in same]
+    assert (long.arguments["has_cuts"], long.arguments["first_block"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "kernels"),
+    [
+        (Call(batch=MANY, tokens=64), ["factor_bf16_kernel", "short_bf16_kernel"]),
+        (Call(batch=MANY, tokens=65), ["factor_bf16_kernel", "recurrence_bf16_kernel"]),
+        (Call(batch=MANY - 10, tokens=64), ["factor_bf16_kernel", "recurrence_bf16_kernel"]),
+        (replace(SHORT, segment_chunks=64), ["factor_bf16_kernel", "recurrence_bf16_kernel"]),
+        (replace(SHORT, segment_chunks=2**25), ["factor_bf16_kernel", "recurrence_bf16_kernel"]),
+    ],
+    ids=["none-longer-than-a-chunk", "longer-than-a-chunk", "too-few", "invariant", "off"],
+)
+def test_which_calls_are_of_short_sequences(product_process, call, kernels):
+    found, _, _ = product_process.run(run, call)
+    assert sorted({launch.kernel for launch in found}) == sorted(kernels)
+
+
 def test_many_heads_stay_on_the_first_grid_axis(product_process):
-    found, _, _ = product_process.run(run, Call(tokens=1, offsets=(0,) * 20_000 + (1,)))
+    call = Call(tokens=1, offsets=(0,) * 20_000 + (1,))
+    found, _, _ = product_process.run(run, call)
+    assert [launch.grid for launch in found] == [(20_000 * H + 128, 1, 1), (20_000 * H, 1, 1)]
+    found, _, _ = product_process.run(run, replace(call, segment_chunks=1))
     assert [launch.grid for launch in found] == [(20_000 * H + 128, 1, 1), (20_000 * HV, 1, 1)]
 
 

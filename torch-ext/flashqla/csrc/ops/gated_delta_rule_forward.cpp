@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t CHUNK = 64;
 constexpr int32_t NO_DENSE_LENGTH = -1;
+constexpr int64_t LONG = 16 * CHUNK;  // tokens beyond which the kernel for short sequences leaves one to the recurrence
 
 struct Sizes {
   int64_t tokens;     // T, over the whole batch
@@ -21,6 +22,7 @@ struct Sizes {
   int64_t slots;
   int32_t dense_length;  // tokens of each sequence, or NO_DENSE_LENGTH
   SegmentPlan segments;
+  bool are_short;  // whether the kernel for short sequences takes the place of the recurrence
 };
 
 struct Arguments {
@@ -72,7 +74,7 @@ void check_arguments(const Arguments& arguments) {
 
 Sizes read_sizes(const Arguments& arguments) {
   const TensorView &q = arguments.q.view(), &v = arguments.v.view();
-  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, {}};
+  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, {}, false};
   require_int32(sizes.tokens, "the SM90 forward", "the number of tokens");
   if (arguments.cu_seqlens.has_value()) {
     const TensorView& offsets = arguments.cu_seqlens.view();
@@ -88,6 +90,8 @@ Sizes read_sizes(const Arguments& arguments) {
                                  device_properties(q.device).multiprocessors);
   require_int32(3 * sizes.segments.slots * sizes.v_heads, "the SM90 forward",
                 "the number of segments times value heads");
+  sizes.are_short = arguments.segment_chunks == 0 && !sizes.segments.has_cuts &&
+                    are_short(sizes.tokens, sizes.sequences, sizes.heads, device_properties(q.device).multiprocessors);
   if (arguments.initial_state.has_value()) {
     const TensorView& state = arguments.initial_state.view();
     check_same_device(state, q);
@@ -159,6 +163,12 @@ class Forward {
     const bool has_initial = arguments_.initial_state.has_value();
     void* const initial = has_initial ? as_contiguous_float32(arguments_.initial_state, initial_copy).data : unused;
     void* const final_state = arguments_.output_final_state ? final_state_.view().data : unused;
+    if (sizes_.are_short) {
+      launch_short_kernel(between, initial, final_state);
+      const int64_t places = (sizes_.tokens + LONG - 1) / LONG;  // of the first tokens of what that kernel leaves
+      if (longest() > LONG) launch_long_kernel(between, initial, final_state, places * sizes_.v_heads);
+      return;
+    }
     const int64_t outputs = sizes_.segments.slots * sizes_.v_heads, states = 2 * rows;  // blocks
     if (sizes_.segments.apart) {
       launch_recurrence_kernel(between, initial, final_state, 0, states);
@@ -183,11 +193,32 @@ class Forward {
            words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
   }
 
+  void launch_short_kernel(const Intermediates& between, void* initial, void* final_state) {
+    const auto launch = is_bfloat16() ? launch_short_bf16 : launch_short_fp16;
+    launch(scope_, as_token_rows(arguments_.q.view()), as_token_rows(arguments_.k.view()),
+           as_token_rows(arguments_.v.view()), between.operand, between.decay, between.key_norm, offset_words(),
+           as_states("initial_state", initial), as_token_rows(o_.view()), as_states("final_state", final_state),
+           static_cast<float>(arguments_.scale), arguments_.use_l2norm, arguments_.initial_state.has_value(),
+           arguments_.output_final_state, arguments_.state_v_first, words_per_entry(), sizes_.dense_length,
+           static_cast<int32_t>(sizes_.sequences));
+  }
+
+  void launch_long_kernel(const Intermediates& between, void* initial, void* final_state, int64_t blocks) {
+    const auto launch = is_bfloat16() ? launch_recurrence_long_bf16 : launch_recurrence_long_fp16;
+    launch_items(launch, between, initial, final_state, 0, blocks);
+  }
+
   // Of the blocks that make states and of those that make outputs behind them, `blocks` from `first_block` on.
   void launch_recurrence_kernel(const Intermediates& between, void* initial, void* final_state, int64_t first_block,
                                 int64_t blocks) {
-    const SegmentPlan& segments = sizes_.segments;
     const auto launch = is_bfloat16() ? launch_recurrence_bf16 : launch_recurrence_fp16;
+    launch_items(launch, between, initial, final_state, first_block, blocks);
+  }
+
+  template <class Launch>
+  void launch_items(Launch launch, const Intermediates& between, void* initial, void* final_state, int64_t first_block,
+                    int64_t blocks) {
+    const SegmentPlan& segments = sizes_.segments;
     launch(scope_, as_token_rows(arguments_.q.view()), as_token_rows(arguments_.k.view()),
            as_token_rows(arguments_.v.view()), between.operand, between.decay, between.key_norm,
            between.bound, offset_words(), as_states("initial_state", initial), between.states, between.transitions,
@@ -197,6 +228,11 @@ class Forward {
            static_cast<int32_t>(sizes_.sequences), static_cast<int32_t>(segments.slots),
            static_cast<int32_t>(segments.chunks), static_cast<int32_t>(segments.replay), segments.has_cuts,
            static_cast<int32_t>(first_block), static_cast<int32_t>(blocks));
+  }
+
+  // Tokens of the longest sequence, or a bound.
+  int64_t longest() const {
+    return sizes_.dense_length == NO_DENSE_LENGTH ? sizes_.tokens : sizes_.dense_length;
   }
 
   int32_t words_per_entry() const {

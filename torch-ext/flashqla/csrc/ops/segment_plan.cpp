@@ -21,6 +21,9 @@ constexpr double EXPECTED_LINKED = 0.25;    // share of the heads that do not fo
 constexpr double WORST_LINKED = 1;          // the same of a model without decay,
 constexpr double WORST_WEIGHT = 0.7;        // and what its time counts beside the expected one
 
+// Of calls for the kernel for short sequences: tokens a sequence, and blocks an SM (docs/design/2026-11-30-short.md).
+constexpr int64_t MEAN_SHORT = 64, FEWEST_SHORT_BLOCKS = 6;
+
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t mean_chunks(int64_t tokens, int64_t sequences) { return divide_up(divide_up(tokens, sequences), CHUNK); }
@@ -126,6 +129,10 @@ SegmentPlan plan_backward_segments(int64_t segment_chunks, int64_t tokens, int64
   }
   if (chunks >= whole) return {tokens / CHUNK + 1, sequences, 0, false, false};
   return {chunks, tokens / (chunks * CHUNK) + sequences, chunks, true, true};
+}
+
+bool are_short(int64_t tokens, int64_t sequences, int64_t key_heads, int64_t sms) {
+  return tokens <= MEAN_SHORT * sequences && sequences * key_heads >= FEWEST_SHORT_BLOCKS * sms;
 }
 
 SegmentPlan plan_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences, int64_t heads,

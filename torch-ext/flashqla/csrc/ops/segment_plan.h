@@ -18,7 +18,11 @@ struct SegmentPlan {
 SegmentPlan plan_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences, int64_t heads,
                           int64_t sms);
 
-// The same for the two scans of the backward, whose blocks take half of a value head in one direction each.
+// Whether sequences that are not cut are short and many enough for the kernel that takes all value heads of a key head in one
+// block. It serves sequences of any length, so that a mean is enough to know.
+bool are_short(int64_t tokens, int64_t sequences, int64_t key_heads, int64_t sms);
+
+// The plan for the two scans of the backward, whose blocks take half of a value head in one direction each.
 SegmentPlan plan_backward_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences,
                                    int64_t heads, int64_t sms);
 
