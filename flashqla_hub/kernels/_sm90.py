@@ -156,7 +156,7 @@ class ShortLayout:
 
     warps: int = WARPS_PER_GROUP
     blocks_per_sm: int = 3
-    words: int = 5  # that say what a block does
+    words: int = 7  # that say what a block does
 
     @property
     def threads(self) -> int:

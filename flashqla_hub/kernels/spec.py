@@ -77,6 +77,7 @@ class ShortSpec:
     """Outputs and states of the value heads of a key head of one short sequence per block."""
 
     dtype: str
+    with_states: bool  # before or after the sequences
     # Q K^T 8 wgmma, K S 8, A Z 4 with and without a state, Q S 8, P N 4, state 4.
     minimum_instructions: Mapping[str, int] = field(
         default_factory=lambda: {"HGMMA": 36, "UTMALDG": 16, "LDSM": 4, "STSM": 4}
@@ -85,12 +86,12 @@ class ShortSpec:
 
     @property
     def name(self) -> str:
-        return f"short_{self.dtype}"
+        return f"short_{'states_' if self.with_states else ''}{self.dtype}"
 
     def build(self) -> Any:
         from .short import build_short
 
-        return build_short(DTYPES[self.dtype])
+        return build_short(DTYPES[self.dtype], self.with_states)
 
 
 @dataclass(frozen=True)
@@ -404,7 +405,7 @@ class BackwardGradientsSpec:
 SPECS = (
     *(FactorSpec(dtype) for dtype in DTYPES),
     *(RecurrenceSpec(dtype) for dtype in DTYPES),
-    *(ShortSpec(dtype) for dtype in DTYPES),
+    *(ShortSpec(*key) for key in product(DTYPES, (False, True))),
     *(RecurrenceSpec(dtype, of_long=True) for dtype in DTYPES),
     BackwardPlanSpec(),
     *(BackwardFactorSpec(dtype) for dtype in DTYPES),
