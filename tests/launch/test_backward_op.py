@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import TensorMap, launches, op, torch_fake
+from fake_gpu import TensorMap, launches, op, place, torch_fake
 from layouts import COPIED, LOADABLE, strides_of_a_map
 
 H, HV = 2, 4
@@ -433,6 +433,10 @@ def with_a_token_less(tensor):
     return tensor[:, 1:]
 
 
+def elsewhere(tensor):
+    return place(tensor, 1)
+
+
 @pytest.mark.parametrize(
     ("index", "change", "words"),
     [
@@ -450,6 +454,15 @@ def with_a_token_less(tensor):
         (8, "with_a_token_less", "dht.shape[1] is 3 and the batch gives 4"),
         (OPERAND, "with_a_token_less", "operand.shape[1] is 3 and"),
         (OPERAND, "as_double", "operand"),
+        (1, "elsewhere", "k is on device 1 and q is on device 0; move it there."),
+        (2, "elsewhere", "v is on device 1 and q is on device 0; move it there."),
+        (3, "elsewhere", "g is on device 1 and q is on device 0; move it there."),
+        (4, "elsewhere", "beta is on device 1 and q is on device 0; move it there."),
+        (5, "elsewhere", "initial_state is on device 1 and q is on device 0; move it there."),
+        (6, "elsewhere", "cu_seqlens is on device 1 and q is on device 0; move it there."),
+        (7, "elsewhere", "do is on device 1 and q is on device 0; move it there."),
+        (8, "elsewhere", "dht is on device 1 and q is on device 0; move it there."),
+        (OPERAND, "elsewhere", "operand is on device 1 and q is on device 0; move it there."),
     ],
 )
 def test_a_wrong_argument_is_one_sentence_and_no_launch(product_process, index, change, words):

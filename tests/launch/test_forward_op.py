@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import TensorMap, launches, op, torch_fake
+from fake_gpu import TensorMap, launches, op, place, torch_fake
 from layouts import COPIED, LOADABLE, strides_of_a_map
 
 from flashqla_hub.bench.rows import ROW_SETS, Row
@@ -490,6 +490,10 @@ def with_a_token_less(tensor):
     return tensor[:, 1:]
 
 
+def elsewhere(tensor):
+    return place(tensor, 1)
+
+
 def with_a_batch_of_rows(tensor):
     return tensor[None]
 
@@ -521,6 +525,12 @@ def with_a_batch_of_two(tensor):
         (4, "as_whole_numbers", "beta must be bfloat16, float16, float32 or float64"),
         (5, "as_whole_numbers", "initial_state must be bfloat16, float16, float32 or float64"),
         (5, "without_last_dim", "initial_state has 3 dimensions and must have 4"),
+        (1, "elsewhere", "k is on device 1 and q is on device 0; move it there."),
+        (2, "elsewhere", "v is on device 1 and q is on device 0; move it there."),
+        (3, "elsewhere", "g is on device 1 and q is on device 0; move it there."),
+        (4, "elsewhere", "beta is on device 1 and q is on device 0; move it there."),
+        (5, "elsewhere", "initial_state is on device 1 and q is on device 0; move it there."),
+        (6, "elsewhere", "cu_seqlens is on device 1 and q is on device 0; move it there."),
     ],
 )
 def test_a_wrong_argument_is_one_sentence_and_no_launch(product_process, index, change, words):
