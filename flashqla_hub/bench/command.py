@@ -266,11 +266,18 @@ def _ops(names: list[str]) -> list[str]:
 
 
 def begin(commit: str | None, output: Path | None, suffix: str = "") -> tuple[dict, Path]:
-    """What the lines of a new record have in common, and its file; ValueError, one sentence, without a GPU."""
+    """What the lines of a new record have in common, and its file; ValueError, one sentence, without a GPU or a place for it."""
     device = device_facts()
     run = run_name(commit or git_commit(ROOT))
     folder = ROOT / "benchmarks" / "results" / device_folder(device["device"])
-    return {"run": run, **device}, output or folder / f"{run}{suffix}.jsonl"
+    path = output or folder / f"{run}{suffix}.jsonl"
+    try:
+        append(path, [])  # before anything is measured
+    except OSError as error:
+        raise ValueError(
+            f"the record file is {path}, which cannot be written: {error.strerror}; pass another one as --output."
+        ) from error
+    return {"run": run, **device}, path
 
 
 def device_facts() -> dict:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .training import Measured
 
 COMPARISON_FILE = "comparison.json"
+LARGEST_SEED = 2**32 - 1  # of NumPy
 PAGE_WIDTH = 120  # of output that is not a terminal
 RATES = {True: 3e-4, False: 2e-5}  # default learning rates: of random weights, and of trained ones
 
@@ -75,6 +76,8 @@ def require_runnable(settings: Settings) -> None:
         )
     if settings.kernel == ONE_BY_ONE and not settings.packed:
         raise FinetuneError(f"--kernel is {ONE_BY_ONE}, which is for the documents of packed rows; pass --packed too.")
+    if not 0 <= settings.seed <= LARGEST_SEED:
+        raise FinetuneError(f"--seed is {settings.seed}; it must be 0 to {LARGEST_SEED}.")
     if settings.stop_after is not None and settings.stop_after > settings.steps:
         raise FinetuneError(
             f"--stop-after is {settings.stop_after} and --steps {settings.steps}; stop no later than that."
@@ -126,11 +129,12 @@ def run(settings: Settings, resume: bool, overwrite: bool, verify_packing: bool,
     from .. import report as who_serves
     from .model import build
     from .text import join, make_rows, read_documents
-    from .training import train
+    from .training import forget_checkpoints, train
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     checkpoint = checkpoint_to_resume(settings, resume, overwrite)
+    settings.make_output()
     documents = read_documents(settings.data, settings.column)
     model, encode = build(settings)
     rows, held_out = make_rows(join(documents, encode), settings)
@@ -139,6 +143,8 @@ def run(settings: Settings, resume: bool, overwrite: bool, verify_packing: bool,
         kernelize(model, source=settings.source, trust_remote_code=settings.trust_remote_code, device=settings.device)
     served = report.servers(who_serves(model)) if implementation.is_ours else {}
     require_ours(settings, served)
+    if checkpoint is None:
+        forget_checkpoints(settings)
     settings.save()
     path = settings.output / report.REPORT_FILE
     path.unlink(missing_ok=True)
@@ -216,7 +222,7 @@ def run_comparisons(comparisons: dict[str, int], settings: Settings, seconds: fl
     """
     gc.collect()
     torch.cuda.empty_cache()  # the others need the memory of this process
-    settings.output.mkdir(parents=True, exist_ok=True)
+    settings.make_output()
     for name, steps in comparisons.items():
         result = compare.compare(name, steps, settings, seconds, console)
         for line in report.missing_runs([result]):

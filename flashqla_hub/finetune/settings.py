@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from ..package.errors import PackageError
 
@@ -94,8 +95,18 @@ class Settings:
         """What two runs must have in common to be compared step by step."""
         return {name: value for name, value in asdict(self).items() if name not in FREE_TO_COMPARE}
 
+    def make_output(self) -> None:
+        """Raise FinetuneError if the output folder cannot be made or written to."""
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=self.output):
+                pass
+        except OSError as error:
+            raise FinetuneError(
+                f"--output is {self.output}, which cannot be written: {error.strerror}; name another folder."
+            ) from error
+
     def save(self) -> None:
-        self.output.mkdir(parents=True, exist_ok=True)
         self.file.write_text(json.dumps(asdict(self), indent=2, default=str) + "\n", encoding="utf-8")
 
     def require_same_run(self) -> None:

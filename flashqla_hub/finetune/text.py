@@ -60,7 +60,7 @@ def _folder(folder: Path) -> list[str]:
 
 def _json_lines(path: Path, column: str) -> list[str]:
     documents = []
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    for number, line in enumerate(_text(path).split("\n"), 1):  # not splitlines: JSON may hold its other ends
         if not line.strip():
             continue
         try:

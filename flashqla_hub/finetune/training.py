@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..called import watched
 from .implementations import IMPLEMENTATIONS
@@ -169,9 +171,33 @@ def arguments_of(settings: Settings) -> TrainingArguments:
 
 
 def last_checkpoint(settings: Settings) -> Path | None:
-    """The newest checkpoint in the output folder, or None."""
-    found = get_last_checkpoint(str(settings.output)) if settings.output.is_dir() else None
-    return None if found is None else Path(found)
+    """The newest checkpoint in the output folder that was written to its end, or None."""
+    whole = [folder for folder in _checkpoints(settings) if _is_whole(folder)]
+    return max(whole, key=_step_of, default=None)
+
+
+def forget_checkpoints(settings: Settings) -> None:
+    """Remove those of an earlier run, from which one that begins again must not be resumed."""
+    for folder in _checkpoints(settings):
+        shutil.rmtree(folder)
+
+
+def _checkpoints(settings: Settings) -> list[Path]:
+    found = settings.output.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    return [path for path in found if path.is_dir() and path.name.rpartition("-")[2].isdecimal()]
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether it has the state of the trainer, which is written behind everything else."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def train(
@@ -230,11 +256,12 @@ def _collator(settings: Settings) -> Callable[[list[dict]], dict[str, Any]]:
 def _losses_up_to(settings: Settings, resume: Path | None) -> list[float]:
     """The losses of the steps that a checkpoint has behind it; the steps file is cut to them, or begun anew."""
     file = settings.output / STEPS_FILE
-    done = 0 if resume is None else int(resume.name.rpartition("-")[2])
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    kept = [line for line in lines if json.loads(line)["step"] <= done]
-    file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    return [json.loads(line)["loss"] for line in kept]
+    done = 0 if resume is None else _step_of(resume)
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
+    steps = [json.loads(line) for line in lines if line.endswith("\n")]  # a run that was killed may leave a part of one
+    kept = [step for step in steps if step["step"] <= done]
+    file.write_text("".join(f"{json.dumps(step)}\n" for step in kept), encoding="utf-8")
+    return [step["loss"] for step in kept]
 
 
 def _way_on(settings: Settings) -> str:

@@ -481,3 +481,12 @@ def test_an_operation_that_a_library_lacks_is_a_row_with_that_reason():
     assert worker.measure(Exact(), "forward_backward", Row(1, 2, "1x20"), "bench") == {
         "skipped": "exact has no forward and backward"
     }
+
+
+def test_record_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "device_facts", lambda: {"device": "NVIDIA H200", "driver": "1", "torch": "2"})
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be written: File exists; pass another one as --output"):
+        command.begin("abc", tmp_path / "file" / "record.jsonl")
+    _, path = command.begin("abc", tmp_path / "folder" / "record.jsonl")
+    assert path.read_text() == ""

@@ -313,6 +313,8 @@ REFUSED = {
     "nothing to resume": (["--resume"], "finetune-output holds no run to resume; leave out --resume"),
     "both": (["--resume", "--overwrite"], "--resume and --overwrite are both given; one goes on and the other"),
     "a file as output": (["--output", "short.txt"], "--output is short.txt, which is a file; name a folder"),
+    "a folder in a file": (["--output", "short.txt/out"], "--output is short.txt/out, which cannot be written"),
+    "seed": (["--seed", "-1"], "--seed is -1; it must be 0 to 4294967295"),
     "packing": (["--verify-packing", "long.txt"], "no row holds several documents"),
 }
 
@@ -342,6 +344,34 @@ def test_earlier_run_is_neither_mixed_with_nor_continued_with_other_options(run)
     assert "seed is 1 and the run in finetune-output has 0; resume it with the same options" in other.output
     assert run("--overwrite", "--no-save-model").exit_code == 0
     assert run("--resume", "--stop-after", "2").exit_code == 1
+
+
+def test_run_that_begins_again_is_not_resumed_from_a_checkpoint_of_the_one_before(run, tmp_path):
+    assert run("--save-every", "4", "--learning-rate", "1e-2", "--no-save-model").exit_code == 0
+    assert run("--overwrite", "--stop-after", "2", "--no-save-model").exit_code == 0
+    assert not (tmp_path / "finetune-output" / "checkpoint-4").exists()
+    result = run("--resume")
+    assert result.exit_code == 1 and "finetune-output holds no checkpoint to resume" in result.output
+
+
+def test_half_written_checkpoint_is_passed_over(run, tmp_path):
+    """The state of the trainer is what it writes last."""
+    assert run("--output", "whole", "--no-save-model").exit_code == 0
+    assert run("--save-every", "2", "--no-save-model").exit_code == 0
+    folder = tmp_path / "finetune-output"
+    (folder / "checkpoint-4" / "trainer_state.json").unlink()
+    (folder / "checkpoint-4" / "model.safetensors").write_bytes(b"half")
+    assert run("--resume", "--save-every", "2", "--no-save-model").exit_code == 0
+    assert losses_in(folder) == losses_in(tmp_path / "whole")
+
+
+def test_half_written_line_of_the_steps_does_not_keep_a_run_from_going_on(run, tmp_path):
+    assert run("--save-every", "2", "--stop-after", "3", "--no-save-model").exit_code == 0
+    file = tmp_path / "finetune-output" / "steps.jsonl"
+    file.write_text(file.read_text()[:-20])
+    result = run("--resume", "--no-save-model")
+    assert result.exit_code == 0, result.output
+    assert len(losses_in(tmp_path / "finetune-output")) == 4
 
 
 def test_pretrained_model_trains_with_its_tokenizer(run, tmp_path, documents):
@@ -418,6 +448,14 @@ def test_folder_is_read_in_the_order_of_its_paths(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     assert text.read_documents(str(tmp_path), "text") == ["first", "second"]
+
+
+def test_line_of_a_jsonl_file_ends_with_a_newline_alone(tmp_path):
+    """JSON may hold every other character that ends a line of text."""
+    documents = ["one\u2028two", "three\x85four", "five"]
+    lines = [json.dumps({"text": document}, ensure_ascii=False) for document in documents]
+    (tmp_path / "lines.jsonl").write_text("\r\n".join(lines) + "\n", encoding="utf-8", newline="")
+    assert text.read_documents(str(tmp_path / "lines.jsonl"), "text") == documents
 
 
 def test_dataset_of_the_hub_is_read(monkeypatch):
