@@ -147,13 +147,44 @@ def test_an_error_that_no_rule_explains_is_raised(kernel, part, ways, monkeypatc
         call(kernel, problem())
 
 
-def test_activated_gates_are_direct_too(kernel, ways):
+GATE = {"use_gate_in_kernel": True, "A_log": torch.zeros(2), "dt_bias": torch.zeros(2)}
+STRENGTH = {"use_beta_sigmoid_in_kernel": True}
+DOUBLED = {**STRENGTH, "allow_neg_eigval": True}
+
+
+@pytest.mark.parametrize(
+    "options", [GATE, STRENGTH, DOUBLED, {**GATE, **STRENGTH}], ids=["gate", "strength", "doubled", "both"]
+)
+def test_activated_gates_are_direct_too(kernel, ways, options):
     p = problem()
-    options = {"use_gate_in_kernel": True, "A_log": torch.zeros(2), "dt_bias": torch.zeros(2)}
-    o, _ = call(kernel, p, **options, use_beta_sigmoid_in_kernel=True)
-    g, beta = -torch.nn.functional.softplus(p.g), p.beta.sigmoid()
+    o, _ = call(kernel, p, **options)
+    g = -torch.nn.functional.softplus(p.g) if "A_log" in options else p.g
+    beta = (
+        (2 if "allow_neg_eigval" in options else 1) * p.beta.sigmoid()
+        if STRENGTH.items() <= options.items()
+        else p.beta
+    )
     expected, _ = call(kernel, replace(p, g=g, beta=beta))
     assert ways == ["direct"] * 2 and relative_error(o, expected) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "options", [{"A_log": torch.zeros(2)}, {"dt_bias": torch.zeros(2)}, {"allow_neg_eigval": True}]
+)
+def test_what_would_be_ignored_does_not_reach_the_compiled_op(kernel, ways, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        call(kernel, problem(), **options)
+    assert ways == []
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_bounds_that_the_compiled_op_refuses_get_their_sentence(kernel, part, ways, monkeypatch, trains):
+    """On a GPU the op alone looks at the values of bounds before the call, if it is asked to."""
+    monkeypatch.setattr(part("gated_delta_rule.sm90_path"), "ops", SimpleNamespace(sm90_gated_delta_rule_fwd=refuse))
+    p = problem(bounds=(0, 60, 40))
+    p.k.requires_grad_(trains)
+    with pytest.raises(ValueError, match="cu_seqlens decreases from 60 to 40 at entry 2"):
+        call(kernel, p)
 
 
 class Watcher(TorchDispatchMode):
@@ -224,6 +255,18 @@ def test_training_does_without_the_dispatch_of_the_op(kernel, part, ways, monkey
         o, state = call(kernel, p)
         (dk,) = torch.autograd.grad((o, state), p.k, (p.do, p.dht))
     assert ways == ["wrapped"] and relative_error(dk, truth(p).dk) <= 1e-4
+
+
+def test_training_hands_states_with_v_first_through(kernel, ways):
+    p = problem()
+    leaves = [p.k.clone().requires_grad_(), p.initial_state.mT.contiguous().requires_grad_()]
+    o, state = call(kernel, replace(p, k=leaves[0], initial_state=leaves[1]), state_v_first=True)
+    dk, dh0 = torch.autograd.grad((o, state), leaves, (p.do, p.dht.mT))
+    expected = truth(p)
+    assert ways == ["wrapped"]
+    assert relative_error(o.detach(), expected.o) <= 2e-5
+    assert relative_error(state.detach(), expected.final_state.mT) <= 2e-5
+    assert relative_error(dk, expected.dk) <= 1e-4 and relative_error(dh0, expected.dh0.mT) <= 1e-4
 
 
 def test_what_is_raised_around_a_training_call_is_left_alone(kernel, ways):

@@ -198,6 +198,16 @@ def test_forward_and_backward_by_hand_equal_autograd(kernel, bounds, state_v_fir
     assert_close(Outcome(result.o, state, *grads[:5], dh0), expected)
 
 
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_by_hand_gradients_have_the_dtype_of_their_inputs(kernel, state_dtype):
+    """Autograd would convert them itself."""
+    problem = stateful(585).to(torch.bfloat16)
+    inputs, state = [getattr(problem, name) for name in TENSORS], problem.initial_state.to(state_dtype)
+    residuals = kernel.chunk_gated_delta_rule_fwd(*inputs, initial_state=state).residuals
+    grads = kernel.chunk_gated_delta_rule_bwd(*inputs, residuals, problem.do, initial_state=state)
+    assert [x.dtype for x in grads] == [torch.bfloat16] * 5 + [state_dtype]
+
+
 def test_by_hand_nothing_is_recorded_by_autograd(kernel):
     problem, _ = leaves_of(stateful(605), *ARGUMENTS)
     result = call_low_level(kernel, problem)

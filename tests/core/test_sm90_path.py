@@ -256,6 +256,25 @@ def test_a_missing_gradient_of_the_states_stays_missing(kernel, compiled_backwar
     assert compiled_backward[0]["dht"] is None
 
 
+def test_gradients_by_hand_have_the_dtype_of_their_inputs(kernel, compiled_backward):
+    """The compiled backward gives those of gates and states in float32. Autograd would convert them itself."""
+    problem = make_problem(1, 70, 1, 2, seed=1394, states=(7, 8), **ROOMY).to(torch.bfloat16)
+    inputs, state = [getattr(problem, name) for name in TENSORS], problem.initial_state
+    grads = kernel.chunk_gated_delta_rule_bwd(*inputs, torch.empty(0), problem.do, initial_state=state)
+    assert [x.dtype for x in grads] == [torch.bfloat16] * 6 and len(compiled_backward) == 1
+
+
+def test_bounds_that_the_compiled_backward_refuses_get_their_sentence(kernel, part, compiled_backward, monkeypatch):
+    def refuse(*arguments):
+        raise RuntimeError("the compiled op has its own words for it")
+
+    monkeypatch.setattr(part("gated_delta_rule.sm90_path").ops, "sm90_gated_delta_rule_bwd", refuse)
+    problem = make_problem(1, 70, 1, 2, seed=1396, bounds=[0, 50, 30], **ROOMY).to(torch.float32)
+    inputs = [getattr(problem, name) for name in TENSORS]
+    with pytest.raises(ValueError, match="cu_seqlens decreases from 50 to 30 at entry 2"):
+        kernel.chunk_gated_delta_rule_bwd(*inputs, torch.empty(0), problem.do, cu_seqlens=problem.cu_seqlens)
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("with_optional", [False, True], ids=["required", "all"])
 def test_library_knows_the_op_that_is_called(part, direction, with_optional):
