@@ -144,7 +144,12 @@ def run_demo(settings: Settings, console: Console) -> None:
     served = report(model)
     show_report(served, console)
     require_served(served, device_type)
-    settings.output.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DemoError(
+            f"--output is {settings.output}, which cannot be made: {error.strerror}; name another folder."
+        ) from error
     with watched_core(model, source.module(), outcome):
         train(model, settings, outcome, console)
         outcome.continuation = continue_text(model, settings)

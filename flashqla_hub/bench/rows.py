@@ -58,9 +58,10 @@ class Row:
                 f"row is {text!r}; it must be HK,HV:SEQS, for example 16,64:8192x4, or one of {', '.join(ROW_SETS)}."
             )
         row = cls(int(match[1]), int(match[2]), match[3])
-        if row.hk == 0 or row.hv % row.hk:
-            raise ValueError(f"row is {text!r}; value heads must be a multiple of key heads.")
-        _ = row.lengths
+        if row.hk == 0 or row.hv == 0 or row.hv % row.hk:
+            raise ValueError(f"row is {text!r}; value heads must be a positive multiple of key heads.")
+        if not sum(row.lengths):
+            raise ValueError(f"row is {text!r}; it must have a token to time.")
         return row
 
 

@@ -104,7 +104,13 @@ def require_alike(runs: Sequence[dict]) -> None:
 
 
 def _read(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        run = None
+    if not isinstance(run, dict) or run.get("kernel") not in IMPLEMENTATIONS:
+        raise FinetuneError(f"{path} is no report of a run; remove it, or run again with --overwrite.")
+    return run
 
 
 def _result(output: Path, reason: str | None) -> dict:

@@ -29,6 +29,8 @@ def read_documents(data: str | None, column: str) -> list[str]:
         from pydoc_data.topics import topics
 
         return list(topics.values())
+    if not data:  # the path of which would be the present folder
+        raise FinetuneError("data is an empty name; name a file or folder, or leave it out for Python's help topics.")
     path = Path(data).expanduser()
     if path.is_dir():
         documents = _folder(path)

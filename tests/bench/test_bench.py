@@ -40,7 +40,7 @@ def test_row_names_mean_lengths(text, lengths):
     assert Row.parse(text).name == text
 
 
-@pytest.mark.parametrize("text", ["16:8192", "16,24:1x10", "16,64:abc", "0,4:1x10"])
+@pytest.mark.parametrize("text", ["16:8192", "16,24:1x10", "16,64:abc", "0,4:1x10", "2,0:1x10", "2,8:4x0", "2,8:1x0"])
 def test_malformed_row_is_refused_with_its_text(text):
     with pytest.raises(ValueError, match=r".*is '.*'; .* must"):
         Row.parse(text)

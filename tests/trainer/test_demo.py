@@ -90,6 +90,14 @@ def test_device_that_is_not_there_is_named(run):
     assert result.exit_code == 1 and "device cuda:7 cannot be used here" in result.output
 
 
+def test_output_that_cannot_be_made_is_named(run, tmp_path):
+    (tmp_path / "file").touch()
+    result = run("--output", str(tmp_path / "file" / "folder"))
+    assert result.exit_code == 1 and "which cannot be made: Not a directory; name another folder." in " ".join(
+        result.output.split()
+    )
+
+
 def test_missing_library_is_named_with_its_cure(run, monkeypatch):
     monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "accelerate" else True)
     result = run()

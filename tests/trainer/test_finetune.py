@@ -314,6 +314,7 @@ REFUSED = {
     "both": (["--resume", "--overwrite"], "--resume and --overwrite are both given; one goes on and the other"),
     "a file as output": (["--output", "short.txt"], "--output is short.txt, which is a file; name a folder"),
     "a folder in a file": (["--output", "short.txt/out"], "--output is short.txt/out, which cannot be written"),
+    "no name of data": ([""], "data is an empty name; name a file or folder"),
     "seed": (["--seed", "-1"], "--seed is -1; it must be 0 to 4294967295"),
     "packing": (["--verify-packing", "long.txt"], "no row holds several documents"),
 }
@@ -431,6 +432,21 @@ def test_verdict_is_measured_by_rounding_alone():
     assert report.verdict([run_of("flashqla", 2.0), plain]) is None
     passes, sentence = report.verdict([run_of("flashqla", 9.0, 1.0), plain, {"kernel": "plain-eager", "losses": [2.0]}])
     assert not passes and "over 1 steps" in sentence
+
+
+@pytest.mark.parametrize("broken", [report.PLAIN, report.ROUNDING, report.OURS])
+def test_verdict_without_numbers_is_none_that_passes(broken):
+    losses = {name: [3.0, 2.5] for name in (report.OURS, report.PLAIN, report.ROUNDING)}
+    losses[broken] = [3.0, float("nan")]
+    passes, _ = report.verdict([{"kernel": name, "losses": values} for name, values in losses.items()])
+    assert not passes
+
+
+@pytest.mark.parametrize("content", ['{"half', "[]", "{}"])
+def test_report_that_is_none_is_named(tmp_path, content):
+    (tmp_path / "report.json").write_text(content)
+    with pytest.raises(FinetuneError, match=r"report.json is no report of a run; remove it, or run again"):
+        compare.found([tmp_path])
 
 
 def test_rows_cut_the_text_and_segments_cut_the_rows():
