@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -153,15 +155,30 @@ def command_of(settings: Settings) -> list[str]:
 def _run(settings: Settings, seconds: float) -> str | None:
     """Run it; None, or why it did not come to its end."""
     log = settings.output / LOG_FILE
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(command_of(settings), env=_environment(), stdout=file, stderr=subprocess.STDOUT)
-    try:
-        code = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return f"not done within {seconds:.0f} s"
-    finally:
-        _end(process)
+    with _exits_when_terminated():
+        with log.open("w", encoding="utf-8") as file:
+            process = subprocess.Popen(command_of(settings), env=_environment(), stdout=file, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"not done within {seconds:.0f} s"
+        finally:
+            _end(process)
     return None if code == 0 else _last_line(log)
+
+
+@contextmanager
+def _exits_when_terminated() -> Iterator[None]:
+    """SIGTERM ends this process by an exception meanwhile, so that what it has started is ended too."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: subprocess.Popen) -> None:

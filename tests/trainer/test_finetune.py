@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -189,6 +192,30 @@ def test_failed_comparison_is_a_sentence_and_an_error_behind_the_others(run, tmp
     assert [run["kernel"] for run in runs] == ["flashqla", "plain", "plain-eager"]
     assert "failed" in runs[1] and "failed" not in runs[2] and runs[2]["steps"] == 2
     assert ("missing" in runs[1]) == (how == "at once") and runs[1].get("losses", [5.0, 4.0]) == [5.0, 4.0]
+
+
+ENDLESS_COMPARISON = """
+import sys
+from types import SimpleNamespace
+from pathlib import Path
+from flashqla_hub.finetune import compare
+child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+compare.command_of = lambda settings: [sys.executable, "-c", child]
+compare._run(SimpleNamespace(output=Path(sys.argv[1])), 60)
+"""
+
+
+def test_process_of_a_comparison_ends_with_the_command(tmp_path):
+    """Asked to end by its terminal, `timeout` or a cluster's scheduler: the other must not keep the GPU."""
+    command = subprocess.Popen([sys.executable, "-c", ENDLESS_COMPARISON, str(tmp_path)])
+    log, deadline = tmp_path / "log.txt", time.monotonic() + 60
+    while not (log.is_file() and log.read_text().endswith("\n")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    other = int(log.read_text())
+    command.terminate()
+    assert command.wait(20) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(other, 0)
 
 
 def test_result_is_there_before_the_next_comparison_begins(run, tmp_path, ending, monkeypatch):
