@@ -119,13 +119,14 @@ def gradients(function: Function, inputs: list[Tensor], do: Tensor) -> tuple[Ten
 
 
 def worst_errors(function: Function, shape: dict[str, int]) -> tuple[float, float]:
-    """Relative errors of o and of the worst gradient against the float64 recurrence, on a short row."""
+    """Relative errors of o and of the worst gradient against the float64 recurrence, on a short row; infinite for nan."""
     inputs, do = make_inputs(GATE_TOKENS, shape)
     exact = [x.double() for x in inputs]
     o, _ = gated_delta_rule(*exact, use_qk_l2norm=True)
     grads = gated_delta_rule_backward(*exact, do.double(), use_qk_l2norm=True)[: len(NAMES)]
     outcome = gradients(function, inputs, do)
     errors = [((x - y).norm() / y.norm()).item() for x, y in zip(outcome, (o, *grads), strict=True)]
+    errors = [error if error == error else float("inf") for error in errors]  # nan is larger than nothing
     return errors[0], max(errors[1:])
 
 

@@ -58,6 +58,20 @@ def test_a_wrong_result_is_never_timed(benchmark, capsys, monkeypatch, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("place", range(6), ids=["o", "dq", "dk", "dv", "dg", "dbeta"])
+def test_a_result_that_is_not_a_number_is_wrong(benchmark, monkeypatch, place):
+    right = benchmark.gradients
+
+    def spoilt(*arguments):
+        results = list(right(*arguments))
+        results[place] = results[place] * float("nan")
+        return tuple(results)
+
+    monkeypatch.setattr(benchmark, "gradients", spoilt)
+    monkeypatch.setattr(benchmark, "measure", lambda *arguments: pytest.fail("it was timed"))
+    assert benchmark.run() == 1
+
+
 @pytest.mark.parametrize(("ours", "code"), [(1.0, 0), (3.0, 1)])
 def test_a_slower_kernel_fails_the_run(benchmark, capsys, monkeypatch, ours, code):
     rows = {"flashqla": [ours] * 2, "transformers": [2.0] * 2}
