@@ -254,3 +254,15 @@ def test_outputs_of_inference_mode_equal_others(kernel):
         o, state = call(kernel, problem)
     expected = call(kernel, problem)
     assert torch.equal(o, expected[0]) and torch.equal(state, expected[1])
+
+
+def test_several_gradients_at_once_are_those_one_by_one(kernel):
+    """As vectorised Jacobians want them."""
+    problem, leaves = leaves_of(stateful(590), *ARGUMENTS)
+    o, state = call(kernel, problem)
+    do, dstate = torch.randn(3, *o.shape, dtype=o.dtype), torch.randn(3, *state.shape, dtype=state.dtype)
+    at_once = torch.autograd.grad((o, state), leaves, (do, dstate), retain_graph=True, is_grads_batched=True)
+    for place, grads in enumerate(zip(do, dstate, strict=True)):
+        expected = torch.autograd.grad((o, state), leaves, grads, retain_graph=True)
+        for found, one in zip(at_once, expected, strict=True):
+            assert torch.equal(found[place], one)
