@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_690f4dc58e1e"
+NAMESPACE = "_flashqla_ad6f916a6bd4"
 ops = getattr(torch.ops, NAMESPACE)
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-NAMESPACE = "_flashqla_628ebc41f97b"
+NAMESPACE = "_flashqla_d4d497750317"
 ops = getattr(torch.ops, NAMESPACE)
 
 

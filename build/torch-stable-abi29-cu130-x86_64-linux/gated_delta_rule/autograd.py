@@ -7,6 +7,7 @@ from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from ..checks import can_call_directly, is_eager, wants_gradient
 from . import ops
@@ -116,9 +117,13 @@ def backward_alone(*arguments):
 
 
 def _gradients(*arguments):
-    """The backward op, or what it calls where not even autograd looks."""
-    call = ops.gated_delta_rule_bwd if can_call_directly(*arguments[:10]) else ops.ops.gated_delta_rule_bwd
-    return call(*arguments)
+    """The backward op, or what it calls where not even autograd looks.
+
+    Several gradients at once (`is_grads_batched`, vectorised Jacobians) come in a tensor that only the dispatcher can take apart.
+    """
+    is_batched = any(x is not None and is_legacy_batchedtensor(x) for x in arguments[8:10])
+    is_direct = not is_batched and can_call_directly(*arguments[:10])
+    return (ops.gated_delta_rule_bwd if is_direct else ops.ops.gated_delta_rule_bwd)(*arguments)
 
 
 def _setup_context(ctx, inputs, output):
