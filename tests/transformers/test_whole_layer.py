@@ -226,6 +226,16 @@ def test_packed_rows_equal_separate_rows(net, names):
     assert_close(packed[1], apart[1], LOSS_AND_GRADIENTS)
 
 
+def test_step_on_a_cache_need_not_be_told_that_no_gradient_is_wanted(net, cache):
+    """C3: without torch.no_grad the state does not move on in its place, which autograd would forbid."""
+    x = hidden(2, 6)
+    expected = net(x)[:, 5:]
+    assert expected.requires_grad
+    with torch.no_grad():
+        net(x[:, :5], cache_params=cache)
+    assert_close(net(x[:, 5:], cache_params=cache), expected)
+
+
 def halved(net: nn.Module, half: int) -> nn.Module:
     """The layer with one half of its heads in its tensors, and the sizes of the whole in its attributes."""
     shard = copy.deepcopy(net)
