@@ -11,10 +11,8 @@ compiles is compiled beforehand, side by side. `fla-gluon` is its other form, wh
 import contextlib
 import json
 import os
-import queue
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from rich.table import Table
 
 from . import command
 from .record import append
-from .side_by_side import PATH, known
+from .side_by_side import PATH, Lines, finish, known
 
 if TYPE_CHECKING:
     import torch
@@ -130,58 +128,38 @@ class Worker:
     def __init__(self, name: str, source: Path, folders: Sequence[str]) -> None:
         self.name = name
         self._source, self._folders = source, folders
-        self._process: subprocess.Popen | None = None
+        self._lines: Lines | None = None
 
     def measure(self, shape: Shape, seconds: float) -> list[dict]:
         """Records of a row; the operations that the process did not get to have the reason instead of a time."""
-        if self._process is None:
-            self._start()
-        printed, reason = [], None
+        if self._lines is None:
+            self._lines = Lines(start_process(self.name, "measure", self._source, self._folders), ('{"op"',))
+        lines, printed = self._lines, []
         with contextlib.suppress(BrokenPipeError):  # it may have ended, which the next line shows
-            self._process.stdin.write(f"{shape}\n")
-            self._process.stdin.flush()
+            lines.process.stdin.write(f"{shape}\n")
+            lines.process.stdin.flush()
         deadline = time.monotonic() + seconds
-        while reason is None and len(printed) < len(OPERATIONS):
-            try:
-                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                reason = f"not done within {seconds:g} s"
-            else:
-                if line is None:
-                    reason = f"the process ended with code {self._process.wait()}"
-                elif line.startswith('{"op"'):
-                    printed.append(json.loads(line))
-        if reason is not None:
-            self.stop()
+        while len(printed) < len(OPERATIONS):
+            record = lines.next(deadline - time.monotonic(), f"not done within {seconds:g} s")
+            if record is None:
+                self.stop()
+                break
+            printed.append(record)
         done = {record["op"] for record in printed}
-        left = [{**about(shape, op), "impl": self.name, "skipped": reason} for op in OPERATIONS if op not in done]
-        return printed + left
+        return printed + [
+            {**about(shape, op), "impl": self.name, "skipped": lines.reason} for op in OPERATIONS if op not in done
+        ]
 
     def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._reader.join()
-            self._process = None
-
-    def _start(self) -> None:
-        self._process = start_process(self.name, "measure", self._source, self._folders)
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, args=(self._process, self._lines), daemon=True)
-        self._reader.start()
-
-    @staticmethod
-    def _read(process: subprocess.Popen, lines: "queue.Queue[str | None]") -> None:
-        for line in process.stdout:
-            lines.put(line)
-        lines.put(None)
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
 
 
 def fill_compile_caches(
     names: Sequence[str], shapes: Sequence[Shape], source: Path, folders: dict[str, tuple[str, ...]]
 ) -> None:
     """Let a process for each number of channels compile what FLA needs, so that the timed ones find it on disk."""
-    deadline = time.monotonic() + COMPILE_SECONDS
     started = []
     for name in names:
         for number in sorted({shape.channels for shape in shapes}) if name in COMPILING else ():
@@ -189,12 +167,7 @@ def fill_compile_caches(
             process.stdin.write("".join(f"{shape}\n" for shape in shapes if shape.channels == number))
             process.stdin.close()
             started.append(process)
-    for process in started:
-        try:
-            process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    finish(started, COMPILE_SECONDS)
 
 
 def start_process(

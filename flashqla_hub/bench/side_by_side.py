@@ -104,12 +104,15 @@ def records_of(work: Work, name: str, limits: Limits) -> Iterator[dict]:
     """Records of one implementation as its rows are done; what it could not do is a record with the reason."""
     left, seconds = list(work.rows), limits.total
     while left and seconds > 0:
-        with Process(work.command(name, left), environment_of(work, name)) as process:
+        started = subprocess.Popen(
+            work.command(name, left), stdout=subprocess.PIPE, text=True, env=environment_of(work, name)
+        )
+        with Lines(started, ('{"op"', '{"warm"'), sys.stdout.write) as process:
             while left and seconds > 0:
-                line = process.line(limits.warm, "warm")
+                line = process.next(limits.warm, f"not warm within {limits.warm:.0f} s")
                 if line is not None and "warm" in line:
-                    began = time.monotonic()
-                    line = process.line(min(limits.row, seconds), "measured")
+                    began, limit = time.monotonic(), min(limits.row, seconds)
+                    line = process.next(limit, f"not measured within {limit:.0f} s")
                     seconds -= time.monotonic() - began
                 row = left.pop(0)
                 if line is None:
@@ -125,43 +128,59 @@ def skipped(work: Work, name: str, row: str, reason: str) -> dict:
     return {"op": f"{work.module}-{operation}", "layer": shape, "impl": name, "skipped": reason}
 
 
-class Process:
-    """A process that prints JSON lines among others, which go on to the output of this one."""
+class Lines:
+    """What a process prints: JSON lines that begin as wanted, and others, which go to `rest`. The process ends with it."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
-        self.reason = ""
-        self._process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
+    def __init__(
+        self, process: subprocess.Popen, wanted: tuple[str, ...], rest: Callable[[str], object] = lambda line: None
+    ) -> None:
+        self.process, self.reason = process, ""
+        self._wanted, self._rest = wanted, rest
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def __enter__(self) -> "Process":
+    def __enter__(self) -> "Lines":
         return self
 
     def __exit__(self, *_) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.close()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
         self._reader.join()
 
-    def line(self, seconds: float, what: str) -> dict | None:
-        """Its next line; None, and why in `reason`, if there is none within so many seconds."""
+    def next(self, seconds: float, too_late: str) -> dict | None:
+        """The next line; None, and why in `reason`, if there is none: `too_late` after so many seconds, or an end."""
         try:
             text = self._lines.get(timeout=max(0.0, seconds))
         except queue.Empty:
-            self.reason = f"not {what} within {seconds:.0f} s"
+            self.reason = too_late
             return None
         if text is None:
-            self.reason = f"the process ended with code {self._process.wait()}"
+            self.reason = f"the process ended with code {self.process.wait()}"
             return None
         return json.loads(text)
 
     def _read(self) -> None:
-        for line in self._process.stdout:
-            if line.startswith(('{"op"', '{"warm"')):
+        for line in self.process.stdout:
+            if line.startswith(self._wanted):
                 self._lines.put(line)
             else:
-                sys.stdout.write(line)
+                self._rest(line)
         self._lines.put(None)
+
+
+def finish(processes: Sequence[subprocess.Popen], seconds: float) -> None:
+    """Wait for them so long in all, and end those that are left."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def fill_compile_caches(work: Work, peers: Sequence[str], seconds: float) -> None:
@@ -180,13 +199,7 @@ def fill_compile_caches(work: Work, peers: Sequence[str], seconds: float) -> Non
         for row in work.rows
         for share in range(shares)
     ]
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        try:
-            process.wait(max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    finish(processes, seconds)
 
 
 def environment_of(work: Work, name: str) -> dict[str, str]:

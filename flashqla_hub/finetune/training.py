@@ -86,9 +86,8 @@ class _Trainer(Trainer):
         def loss_of_all() -> Tensor:
             return loss_of(inputs) if documents is None else sum(map(loss_of, documents))
 
-        if (
-            len(self.measured.seconds) == 1 and model.training
-        ):  # the first step compiles, which watching would slow down
+        # Not in the first step, which compiles: watching would slow that down.
+        if len(self.measured.seconds) == 1 and model.training:
             loss, self.measured.functions = watched(loss_of_all)
         else:
             loss = loss_of_all()
