@@ -37,3 +37,16 @@ def strides_of_a_map(x):
     """Of heads and tokens, in bytes and in the order of a tensor map of x: tokens before heads; the one of many rows counts."""
     token = x.stride(0) if x.shape[1] == 1 else x.stride(1)
     return tuple(2 * stride for stride in (token, x.stride(2)))
+
+
+def assert_map(layout, found, address, shape, strides):
+    """The map is of the tensor at `address`, walked by its strides, or of a contiguous copy where it has to be."""
+    batch, tokens, heads, _ = shape
+    assert found.dims == (128, batch * tokens, heads)
+    if layout in COPIED:
+        assert (found.strides, found.address % 16) == ((256 * heads, 256), 0)
+        assert found.address != address
+    else:
+        walked = [i for i, size in enumerate((batch * tokens, heads)) if size > 1]
+        assert found.address == address
+        assert [found.strides[i] for i in walked] == [strides[i] for i in walked]
