@@ -219,7 +219,7 @@ class Backward {
 
   void launch_plan_kernel(const Scratch& scratch) {
     const int64_t key_words = sizes_.heads * STATE_DIM / 2, value_words = sizes_.v_heads * STATE_DIM / 2;
-    launch_backward_plan(scope_, offset_words(scratch.segments.data), scratch.chunks, scratch.segments,
+    launch_backward_plan(scope_, offset_words(scratch.segments), scratch.chunks, scratch.segments,
                          as_words(dq_, key_words), as_words(dk_, key_words), as_words(dv_, value_words),
                          as_words(dg_, sizes_.v_heads), as_words(dbeta_, sizes_.v_heads), words_per_entry(),
                          sizes_.dense_length, static_cast<int32_t>(sizes_.sequences),
@@ -242,7 +242,7 @@ class Backward {
     const TensorView ready =
         contiguous_view("ready", scratch.decay.data, aoti_torch_dtype_int32(), scope_.index(), no_segments);
     const auto launch = is_bfloat16(arguments_.q.view()) ? launch_factor_kept_bf16 : launch_factor_errors_fp16;
-    launch(scope_, k(), g, beta, offset_words(scratch.decay.data), scratch.solve, scratch.decay, scratch.key_norm,
+    launch(scope_, k(), g, beta, offset_words(scratch.decay), scratch.solve, scratch.decay, scratch.key_norm,
            scratch.bound, ready, as_words(dv_, sizes_.v_heads * STATE_DIM / 2), arguments_.use_l2norm,
            words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
   }
@@ -278,19 +278,8 @@ class Backward {
            arguments_.use_l2norm);
   }
 
-  int32_t words_per_entry() const {
-    const ArgumentTensor& offsets = arguments_.cu_seqlens;
-    return offsets.has_value() && offsets.view().dtype == aoti_torch_dtype_int64() ? 2 : 1;
-  }
-
-  // cu_seqlens as 32-bit words; a dense batch needs no offsets, and any valid address will do.
-  TensorView offset_words(void* any) const {
-    const ArgumentTensor& offsets = arguments_.cu_seqlens;
-    void* const data = offsets.has_value() ? offsets.view().data : any;
-    const int64_t entries = offsets.has_value() ? offsets.view().size[0] : 1;
-    return contiguous_view("cu_seqlens", data, aoti_torch_dtype_int32(), scope_.index(),
-                           {entries * words_per_entry()});
-  }
+  int32_t words_per_entry() const { return flashqla::words_per_entry(arguments_.cu_seqlens); }
+  TensorView offset_words(const TensorView& any) const { return flashqla::offset_words(arguments_.cu_seqlens, any); }
 
   TensorView q() const { return as_token_rows(arguments_.q.view()); }
   TensorView k() const { return as_token_rows(arguments_.k.view()); }

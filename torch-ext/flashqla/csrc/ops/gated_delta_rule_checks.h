@@ -90,6 +90,19 @@ inline void require_offsets(ArgumentTensor& argument, const TensorView& q) {
   if (!offsets.is_contiguous()) argument.make_contiguous();
 }
 
+// 32-bit words of an entry of cu_seqlens.
+inline int32_t words_per_entry(const ArgumentTensor& offsets) {
+  return offsets.has_value() && offsets.view().dtype == aoti_torch_dtype_int64() ? 2 : 1;
+}
+
+// cu_seqlens as 32-bit words, one of `any` for a dense batch, whose kernels read none: any valid address will do.
+inline TensorView offset_words(const ArgumentTensor& offsets, const TensorView& any) {
+  const TensorView& like = offsets.has_value() ? offsets.view() : any;
+  const int64_t entries = offsets.has_value() ? like.size[0] : 1;
+  return contiguous_view("cu_seqlens", like.data, aoti_torch_dtype_int32(), like.device,
+                         {entries * words_per_entry(offsets)});
+}
+
 // What no launch can refuse, on request only, since looking at the values waits for the GPU: that the bounds start at 0,
 // never decrease and end within the row. The caller has the sentence (flashqla/checks.py).
 inline void check_offset_values(const ArgumentTensor& offsets, int64_t tokens) {

@@ -245,19 +245,8 @@ class Forward {
     return sizes_.dense_length == NO_DENSE_LENGTH ? sizes_.tokens : sizes_.dense_length;
   }
 
-  int32_t words_per_entry() const {
-    const ArgumentTensor& offsets = arguments_.cu_seqlens;
-    return offsets.has_value() && offsets.view().dtype == aoti_torch_dtype_int64() ? 2 : 1;
-  }
-
-  // cu_seqlens as 32-bit words; a dense batch needs no offsets, and any valid address will do.
-  TensorView offset_words() const {
-    const ArgumentTensor& offsets = arguments_.cu_seqlens;
-    void* const data = offsets.has_value() ? offsets.view().data : o_.view().data;
-    const int64_t entries = offsets.has_value() ? offsets.view().size[0] : 1;
-    return contiguous_view("cu_seqlens", data, aoti_torch_dtype_int32(), scope_.index(),
-                           {entries * words_per_entry()});
-  }
+  int32_t words_per_entry() const { return flashqla::words_per_entry(arguments_.cu_seqlens); }
+  TensorView offset_words() const { return flashqla::offset_words(arguments_.cu_seqlens, o_.view()); }
 
   // N * HV matrices of K * V numbers in one row each, in either layout.
   TensorView as_states(const char* name, void* data) const {
