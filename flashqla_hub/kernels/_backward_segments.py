@@ -8,6 +8,9 @@ is certified: the next segment replays the window, any other next segment links 
     reverse     dS = dS_j + M_j^T dS behind        dS_j: from zero, the last segment's from the final gradient
 
 Blocks that make S_j, M_j and dS_j run in a launch of their own, beforehand, and leave `forgets`.
+
+Where cuts only share out what is more than the SMs at once, nothing is made: segments that would link are *joined*. The block of
+the one before, in its direction, walks on through them, and theirs have no chunks.
 """
 
 import tilelang.language as T
@@ -123,6 +126,23 @@ def place_item(item, segment, low, high, head, row):
 
 
 @T.macro
+def walk_on(edge, bound, head, first_slot, chunks, segment_chunks, direction, lane):
+    """edge[0] <- where the block of a segment ends that ends there, if it walks on through segments that do not forget."""
+    found, walks, count = T.alloc_local((1,), "int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    walks = 1
+    for _ in T.serial(T.truncdiv(chunks + segment_chunks - 1, segment_chunks) - 1):
+        if T.And(walks != 0, T.And(edge[0] > 0, edge[0] < chunks)):
+            count = T.Select(direction == FORWARD, segment_chunks, T.min(segment_chunks, chunks - edge[0]))
+            measure_window(
+                found, bound, head, first_slot + edge[0] - T.Select(direction == FORWARD, 1, 0),
+                T.Select(direction == FORWARD, -1, 1), count, lane,
+            )  # fmt: skip
+            walks = T.cast(found[0] > count, "int32")
+            if walks != 0:
+                edge[0] = T.Select(direction == FORWARD, T.min(edge[0] + segment_chunks, chunks), edge[0] - segment_chunks)
+
+
+@T.macro
 def describe_outputs(
     item,
     segment,
@@ -136,17 +156,24 @@ def describe_outputs(
     bound,
     forgets,
     reach,
+    joins_segments,
     lane,
 ):
     """What a block that writes outputs does, by one warp: item[...] <- the words of ITEM_*.
 
     has_start: whether there is a state where the direction starts.
+    joins_segments: whether segments that do not forget are joined, where nothing was made for links.
     """
-    found = T.alloc_local((1,), "int32")
+    found, edge = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
     low, high, chunks, count, first, stride = (T.alloc_var("int32") for _ in range(6))
     chunks = segment[SEGMENT_CHUNKS]
     low = segment[SEGMENT_INDEX] * segment_chunks
     high = T.min(low + segment_chunks, chunks)
+    if T.And(segment[SEGMENT_INDEX] >= 0, joins_segments != 0):
+        edge[0] = T.Select(direction == FORWARD, high, low)
+        walk_on(edge, bound, head, segment[SEGMENT_FIRST_SLOT], chunks, segment_chunks, direction, lane)
+        low = T.Select(direction == FORWARD, low, edge[0])
+        high = T.Select(direction == FORWARD, edge[0], high)
     place_item(item, segment, low, high, head, row)
     if segment[SEGMENT_INDEX] < 0:
         item[ITEM_CHUNKS] = 0
@@ -173,6 +200,9 @@ def describe_outputs(
                 place_item(item, segment, low, high, head, row)
                 item[ITEM_END] = first
                 item[ITEM_SILENT] = found[0]
+            elif joins_segments != 0:
+                item[ITEM_CHUNKS] = 0
+                item[ITEM_END] = END_NOTHING
             else:
                 count = T.truncdiv(chunks + segment_chunks - 1, segment_chunks) - 1 - segment[SEGMENT_INDEX]
                 count = T.Select(direction == FORWARD, segment[SEGMENT_INDEX], count)

@@ -10,8 +10,8 @@ Per chunk, with its solve A of `factor.py`, the row scales read, write, query, t
 W is what a token writes, and its error e, but for the scales of A's rows, which `backward_rows.py` has seen to.
 
 S is stored before each chunk, dS behind it. Value columns do not mix, so a block takes 64 of them: 32 heads, two halves and
-two directions fill the card; with fewer blocks sequences are cut into segments. What starts a segment, and which blocks of a
-launch before this one make it, is told in `_backward_segments.py`; here it means that some first chunks may have no outputs,
+two directions fill the card; with fewer blocks, or some more than fit at once, sequences are cut into segments. What starts a
+segment, and which blocks of a launch before this one make it, is told in `_backward_segments.py`; here it means that some first chunks may have no outputs,
 that a state may start as the identity, without values, and that links may come before the chunks: S <- S M + S_j.
 
 The state stands transposed in registers and is the left operand of its products. A warpgroup alone waits for most of its own
@@ -139,6 +139,7 @@ def build_backward_scan(dtype):
         state_v_first: T.int32,
         segment_chunks: T.int32,
         makes_states: T.int32,
+        joins_segments: T.int32,
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=BACKWARD_SCAN.threads) as block:
@@ -160,6 +161,8 @@ def build_backward_scan(dtype):
             if makes_states != 0:
                 direction = T.Select(part == MAKE_GRADIENT, REVERSE, FORWARD)
             slot, head = T.truncdiv(place, value_heads), T.truncmod(place, value_heads)
+            if T.And(joins_segments != 0, direction == REVERSE):  # the first in its direction may be long, and starts early
+                slot = segment_slots - 1 - slot
             key_head = T.truncdiv(head, T.truncdiv(value_heads, key_heads))
             if thread < WARP:
                 for word in T.unroll(SEGMENT_WORDS):
@@ -174,7 +177,7 @@ def build_backward_scan(dtype):
                     has_start = T.Select(direction == FORWARD, has_initial, has_dfinal)
                     describe_outputs(
                         item, segment, row, head, direction, has_start, write_dinitial, segment_chunks, value_heads,
-                        bound, forgets, reach, thread,
+                        bound, forgets, reach, joins_segments, thread,
                     )  # fmt: skip
                 if thread == 0:
                     for word in T.unroll(ITEM_WORDS):

@@ -36,6 +36,8 @@ class Call:
     output_dinitial: bool = True
     segment_chunks: int = 0
     is_kept: bool = True  # what the forward keeps in bfloat16
+    joins_segments: bool = False
+    value_heads: int = HV
 
 
 def make_arguments(call: Call) -> list[Any]:
@@ -45,20 +47,20 @@ def make_arguments(call: Call) -> list[Any]:
     sequences = call.batch if call.offsets is None else len(call.offsets) - 1
 
     def state(kind, value):
-        return None if kind is None else torch.full((sequences, HV, 128, 128), value, dtype=getattr(torch, kind))
+        return None if kind is None else torch.full((sequences, call.value_heads, 128, 128), value, dtype=getattr(torch, kind))
 
     operand = None
     if call.is_kept and call.dtype == "bfloat16":
-        operand = torch.zeros(call.batch * call.tokens // 64 + sequences, HV, 96, 32, dtype=dtype)
+        operand = torch.zeros(call.batch * call.tokens // 64 + sequences, call.value_heads, 96, 32, dtype=dtype)
     return [
         projection[:, :, 0],
         projection[:, :, 1],
-        torch.zeros(*shape, HV, 128, dtype=dtype),
-        torch.zeros(*shape, HV, dtype=getattr(torch, call.gate_dtype)),
-        torch.zeros(*shape, HV),
+        torch.zeros(*shape, call.value_heads, 128, dtype=dtype),
+        torch.zeros(*shape, call.value_heads, dtype=getattr(torch, call.gate_dtype)),
+        torch.zeros(*shape, call.value_heads),
         state(call.initial, 2.0),
         None if call.offsets is None else torch.tensor(call.offsets, dtype=getattr(torch, call.offset_dtype)),
-        torch.zeros(*shape, HV, 128, dtype=dtype),
+        torch.zeros(*shape, call.value_heads, 128, dtype=dtype),
         state(call.dfinal, 3.0),
         0.25,
         call.use_l2norm,
@@ -66,6 +68,7 @@ def make_arguments(call: Call) -> list[Any]:
         call.output_dinitial,
         call.segment_chunks,
         operand,
+        call.joins_segments,
     ]
 
 
@@ -293,6 +296,7 @@ def test_scan_gets_everything(product_process):
         "state_v_first": 0,
         "segment_chunks": 5,
         "makes_states": 0,
+        "joins_segments": 0,
         "blocks": 3 * HV * 2 * 2,
     }
     assert_arguments(scan, expected)
@@ -310,6 +314,26 @@ def test_states_of_segments_are_made_by_a_launch_of_their_own(product_process):
     assert (plan["segment_chunks"], makers["segment_chunks"], outputs["segment_chunks"]) == (1, 1, 1)
     assert (rows["has_cuts"], makers["makes_states"], outputs["makes_states"]) == (1, 1, 0)
     assert {name for name in makers if makers[name] != outputs[name]} == {"blocks", "makes_states"}
+
+
+def test_joined_segments_need_no_launch_that_makes_states(product_process):
+    found, _, _ = product_process.run(run, replace(PACKED, segment_chunks=1, joins_segments=True))
+    names = ("plan", "rows_bf16", "scan_bf16", "gradients_bf16")
+    assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names]
+    scan = found[2]
+    assert scan.grid == ((300 // 64 + 3) * HV * 2 * 2, 1, 1)
+    assert (scan.arguments["segment_chunks"], scan.arguments["joins_segments"], scan.arguments["makes_states"]) == (1, 1, 0)
+    assert found[1].arguments["has_cuts"] == 1
+
+
+def test_blocks_of_one_round_and_a_half_are_shared_out_by_joined_segments(product_process):
+    """192 blocks on 132 SMs, which would take two rounds; 128 take one, and 64 are cut into segments that link."""
+    joins = {}
+    for heads in (16, 32, 48):
+        found, _, _ = product_process.run(run, Call(tokens=32768, value_heads=heads))
+        scans = [launch.arguments for launch in found if launch.kernel == "backward_scan_bf16_kernel"]
+        joins[heads] = [(scan["makes_states"], scan["joins_segments"]) for scan in scans]
+    assert joins == {16: [(1, 0), (0, 0)], 32: [(0, 0)], 48: [(0, 1)]}
 
 
 def test_a_segment_as_long_as_all_tokens_is_no_cut(product_process):

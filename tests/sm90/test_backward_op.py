@@ -98,6 +98,7 @@ def run(backward, case, call, grads, is_kept=True):
         True,
         case.segment,
         operand,
+        case.joins,
     )
     return (*rest, dh0.mT if v_first else dh0)
 
@@ -187,7 +188,7 @@ CASES = [
 
 
 def split_cases():
-    """Sequences cut into segments that replay and that link in either direction, and ends inside a segment."""
+    """Sequences cut into segments that replay, link or are joined in either direction, and ends inside a segment."""
     for gates in SPLIT_GATES:
         for segment in (1, 5):
             yield Case(f"split-{segment}-{gates}", lengths=SPLIT_LENGTHS, heads=(2, 4), gates=gates, segment=segment)
@@ -196,6 +197,11 @@ def split_cases():
     yield Case("split-l2norm", lengths=SPLIT_LENGTHS, l2norm=True, segment=2, offsets=torch.int64, unused=70)
     yield Case("split-clustered-keys", tokens=2000, gates="none", clusters=0.9, segment=4)
     yield Case("split-slow-decay", tokens=3000, gates="slow", heads=(1, 4), segment=5)
+    joined = {"lengths": SPLIT_LENGTHS, "heads": (2, 4), "joins": True}
+    yield from (Case(f"joined-{segment}-mild", **joined, gates="mild", segment=segment) for segment in (1, 5))
+    yield Case("joined-none", **joined, gates="none", segment=3)
+    yield Case("joined-infinite-among-mild", **joined, gates="infinite-among-mild", segment=2, l2norm=True, unused=70)
+    yield Case("joined-dense", tokens=900, batch=3, gates="mild", segment=4, v_first=True, joins=True)
 
 
 CASES += split_cases()

@@ -84,6 +84,7 @@ class Case:
     offsets: torch.dtype = torch.int32
     strided: bool = False
     segment: int = 0  # chunks; 0 lets the library choose
+    joins: bool = False  # of the backward: segments that do not forget are walked by the block of the one before
 
 
 @dataclass(frozen=True)

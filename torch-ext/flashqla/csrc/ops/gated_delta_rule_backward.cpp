@@ -35,6 +35,7 @@ struct Arguments {
   double scale;
   bool use_l2norm, state_v_first, output_dinitial;
   int64_t segment_chunks;
+  bool joins_segments;
 
   explicit Arguments(StableIValue* stack) {
     q.take(stack[0]);
@@ -52,6 +53,7 @@ struct Arguments {
     output_dinitial = as_bool(stack[12]);
     segment_chunks = as_int(stack[13]);
     operand.take_optional(stack[14]);
+    joins_segments = as_bool(stack[15]);
     q.read("q");
     k.read("k");
     v.read("v");
@@ -101,8 +103,9 @@ Sizes read_sizes(Arguments& arguments) {
   sizes.slots = sizes.tokens / CHUNK + sizes.sequences;
   require_int32(sizes.slots * sizes.v_heads, OP, "the number of chunks times value heads");
   const int64_t longest = sizes.dense_length == NO_DENSE_LENGTH ? sizes.tokens : sizes.dense_length;
-  sizes.segments = plan_backward_segments(arguments.segment_chunks, sizes.tokens, longest, sizes.sequences,
-                                          sizes.v_heads, device_properties(q.device).multiprocessors);
+  sizes.segments = plan_backward_segments(arguments.segment_chunks, arguments.joins_segments, sizes.tokens, longest,
+                                          sizes.sequences, sizes.v_heads,
+                                          device_properties(q.device).multiprocessors);
   require_int32(sizes.segments.slots * sizes.v_heads * HALVES * MAKERS, OP,
                 "six times the segments times value heads");
   const ArgumentTensor* const states[] = {&arguments.initial_state, &arguments.dht};
@@ -192,7 +195,7 @@ class Backward {
     const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
     const int32_t dtype = arguments_.q.view().dtype;
     const int64_t slots = sizes_.slots, v_heads = sizes_.v_heads;
-    const int64_t cut = sizes_.segments.has_cuts ? sizes_.segments.slots * v_heads : 1;  // maps are made in any case
+    const int64_t cut = sizes_.segments.apart ? sizes_.segments.slots * v_heads : 1;  // maps are made in any case
     workspace.add(scratch.chunks, "chunks", {slots, CHUNK_WORDS}, int32, device);
     workspace.add(scratch.segments, "segments", {sizes_.segments.slots, SEGMENT_WORDS}, int32, device);
     workspace.add(scratch.bound, "bound", {slots, v_heads}, float32, device);
@@ -247,7 +250,8 @@ class Backward {
            words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
   }
 
-  // With cuts first the blocks that make states and transitions of segments, then those that write outputs.
+  // With cuts first the blocks that make states and transitions of segments, unless those are joined that would need
+  // them, then those that write outputs.
   void launch_scan_kernels(const Scratch& scratch) {
     const int64_t parts = sizes_.segments.slots * sizes_.v_heads;
     NewTensor initial_copy, dfinal_copy;
@@ -259,14 +263,15 @@ class Backward {
     const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_scan_bf16 : launch_backward_scan_fp16;
     const bool launches[] = {true, false};
     for (const bool makes_states : launches) {
-      if (makes_states && !sizes_.segments.has_cuts) continue;
+      if (makes_states && !sizes_.segments.apart) continue;
       const int64_t blocks = parts * HALVES * (makes_states ? MAKERS : DIRECTIONS);
       launch(scope_, q(), k(), as_token_rows(arguments_.v.view()), as_token_rows(arguments_.do_.view()), scratch.solve,
              scratch.rows, scratch.pairs, scratch.bound, scratch.segments, as_states("initial_state", initial),
              as_states("dht", dfinal), scratch.segment_states, scratch.transitions, scratch.reach, scratch.forgets,
              scratch.errors, scratch.states, scratch.dstates, as_token_rows(dv_.view()), as_states("dh0", dinitial),
              has_initial, has_dfinal, arguments_.output_dinitial, arguments_.state_v_first,
-             static_cast<int32_t>(sizes_.segments.chunks), makes_states, static_cast<int32_t>(blocks));
+             static_cast<int32_t>(sizes_.segments.chunks), makes_states, sizes_.segments.joins,
+             static_cast<int32_t>(blocks));
     }
   }
 
@@ -318,7 +323,7 @@ void run(StableIValue* stack, uint64_t, uint64_t) {
 const OpRegistration registration(
     "sm90_gated_delta_rule_bwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
     "Tensor? cu_seqlens, Tensor do, Tensor? dht, float scale, bool use_qk_l2norm, bool state_v_first, "
-    "bool output_dinitial, int segment_chunks, Tensor? operand=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dh0)",
+    "bool output_dinitial, int segment_chunks, Tensor? operand=None, bool joins_segments=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dh0)",
     "sm90_gated_delta_rule_bwd", run);
 
 }  // namespace

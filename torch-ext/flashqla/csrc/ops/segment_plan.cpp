@@ -93,6 +93,7 @@ constexpr double SCAN_BYTES_TIME = 0.043;   // of a chunk and value head in both
 constexpr double SCAN_BLOCK_TIME = 8;       // of a block besides its chunks
 constexpr double SCAN_LINK_TIME = 3;        // of a link
 constexpr int64_t SCAN_BLOCKS = 4;          // of a segment and head that write outputs: two halves, two directions
+constexpr double WORTH_JOINING = 0.95;      // of the time without: the keys are read once more for what cuts are certified by
 
 // Expected time of the scans of sequences of `chunks` chunks in segments of `length`.
 double expected_scan_time(int64_t chunks, int64_t length, int64_t sequences, int64_t heads, int64_t sms) {
@@ -113,12 +114,27 @@ double expected_scan_time(int64_t chunks, int64_t length, int64_t sequences, int
   return double(divide_up(int64_t(makers), sms)) * block + idle + LAUNCH_TIME + (walking > bytes ? walking : bytes);
 }
 
-SegmentPlan uncut(int64_t tokens, int64_t sequences) { return {tokens / CHUNK + 1, sequences, 0, 0, false, false}; }
+// The same if segments that do not forget are joined: such a head is one long block a direction and half.
+double expected_joined_time(int64_t chunks, int64_t length, int64_t sequences, int64_t heads, int64_t sms) {
+  const int64_t segments = divide_up(chunks, length);
+  const double rows = double(SCAN_BLOCKS * sequences * heads), joined = EXPECTED_LINKED * rows;
+  const double whole = double(chunks) * SCAN_CHUNK_TIME + SCAN_BLOCK_TIME;
+  const double block = double(length) * SCAN_CHUNK_TIME + SCAN_BLOCK_TIME;
+  const double replaying = double(segments - 1) * SCAN_CHUNK_TIME * EXPECTED_REPLAY;
+  const double idle = joined * double(segments - 1) * IDLE_TIME;
+  const double work = joined * whole + (rows - joined) * (double(segments) * block + replaying) + idle;
+  const double shared_out = work / double(sms) + TAIL * block;
+  const double walking = shared_out > whole ? shared_out : whole;
+  const double bytes = SCAN_BYTES_TIME * double(chunks * sequences * heads);
+  return walking > bytes ? walking : bytes;
+}
+
+SegmentPlan uncut(int64_t tokens, int64_t sequences) { return {tokens / CHUNK + 1, sequences, 0, 0, false, false, false}; }
 
 // The longest replay is a whole segment. For the places, see flashqla_hub/kernels/_segments.py.
 SegmentPlan cut(int64_t chunks, int64_t tokens, int64_t sequences, bool apart) {
   const int64_t length = chunks * CHUNK;
-  return {chunks, tokens / length + sequences, (tokens - 1) / length, chunks, true, apart};
+  return {chunks, tokens / length + sequences, (tokens - 1) / length, chunks, true, apart, false};
 }
 
 SegmentPlan find_plan(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences, int64_t heads,
@@ -134,22 +150,28 @@ SegmentPlan find_plan(int64_t segment_chunks, int64_t tokens, int64_t longest, i
 
 }  // namespace
 
-SegmentPlan plan_backward_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences,
-                                   int64_t heads, int64_t sms) {
+SegmentPlan plan_backward_segments(int64_t segment_chunks, bool joins, int64_t tokens, int64_t longest,
+                                   int64_t sequences, int64_t heads, int64_t sms) {
   const int64_t whole = divide_up(longest, CHUNK) > 0 ? divide_up(longest, CHUNK) : 1;
   int64_t chunks = segment_chunks > 0 ? segment_chunks : whole;
   if (segment_chunks == 0 && sequences > 0 && tokens > 0) {
     const int64_t mean = mean_chunks(tokens, sequences);
     double best = expected_scan_time(mean, mean, sequences, heads, sms);
     for (int64_t parts = 2; parts <= MOST_SEGMENTS && divide_up(mean, parts) >= SHORTEST; parts++) {
-      const double time = expected_scan_time(mean, divide_up(mean, parts), sequences, heads, sms);
+      const int64_t length = divide_up(mean, parts);
+      const double linked = expected_scan_time(mean, length, sequences, heads, sms);
+      const double joined = expected_joined_time(mean, length, sequences, heads, sms) / WORTH_JOINING;
+      const double time = linked < joined ? linked : joined;
       if (time >= best) continue;
       best = time;
-      chunks = divide_up(mean, parts);
+      chunks = length;
+      joins = joined < linked;
     }
   }
   if (chunks >= whole) return uncut(tokens, sequences);
-  return cut(chunks, tokens, sequences, true);
+  SegmentPlan plan = cut(chunks, tokens, sequences, !joins);
+  plan.joins = joins;
+  return plan;
 }
 
 bool are_short(int64_t tokens, int64_t sequences, int64_t key_heads, int64_t sms) {

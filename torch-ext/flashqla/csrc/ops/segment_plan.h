@@ -12,6 +12,7 @@ struct SegmentPlan {
   int64_t replay;  // longest warm-up of a segment, in chunks
   bool has_cuts;   // whether any sequence may have more than one segment
   bool apart;      // whether states are made in a launch of their own
+  bool joins;      // whether none are made, and segments that do not forget are walked by the block of the one before
 };
 
 // Args: chunks of a segment if the caller says, or 0 for the fastest; tokens of all sequences and of the longest one (or
@@ -23,8 +24,9 @@ SegmentPlan plan_segments(int64_t segment_chunks, int64_t tokens, int64_t longes
 // block. It serves sequences of any length, so that a mean is enough to know.
 bool are_short(int64_t tokens, int64_t sequences, int64_t key_heads, int64_t sms);
 
-// The plan for the two scans of the backward, whose blocks take half of a value head in one direction each.
-SegmentPlan plan_backward_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences,
-                                   int64_t heads, int64_t sms);
+// The plan for the two scans of the backward, whose blocks take half of a value head in one direction each. `joins` is for
+// segments of a length that the caller says.
+SegmentPlan plan_backward_segments(int64_t segment_chunks, bool joins, int64_t tokens, int64_t longest,
+                                   int64_t sequences, int64_t heads, int64_t sms);
 
 }  // namespace flashqla
