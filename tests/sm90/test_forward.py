@@ -193,6 +193,26 @@ def test_more_than_2_31_elements(kernel):
     assert torch.equal(o[:, reset:], tail_o) and torch.equal(state, tail_state)
 
 
+@pytest.mark.parametrize("plan", ["auto", "off"])
+def test_a_million_tokens(kernel, plan):
+    """The end of one sequence of 2^20 tokens, behind a gate that forgets what came before, against the float64 recurrence."""
+    tokens, tail = 1 << 20, 1000
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    q, k, v = (
+        torch.randn(1, tokens, heads, 128, dtype=torch.bfloat16, device="cuda", generator=generator)
+        for heads in (1, 1, 2)
+    )
+    g = -0.1 * torch.rand(1, tokens, 2, device="cuda", generator=generator)
+    g[:, -tail] = -1000
+    beta = torch.rand(1, tokens, 2, device="cuda", generator=generator)
+    problem = Problem(q, k, v, g, beta, do=v)
+    o, state = run(kernel, problem, plan=plan)
+    true_o, true_state = truth(problem.rows(tokens - tail, tokens))
+    assert o.shape == v.shape and bool(o.isfinite().all())
+    assert relative_error(o[:, -tail:].cpu(), true_o) <= CEILING["o"]
+    assert relative_error(state.cpu(), true_state) <= CEILING["final_state"]
+
+
 def test_no_call_waits_for_the_gpu(kernel):
     dense = on_gpu(make_problem(2, 300, 2, 4, seed=93))
     packed = on_gpu(make_problem(1, 300, 2, 4, seed=10, bounds=BOUNDS))
