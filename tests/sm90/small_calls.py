@@ -1,13 +1,14 @@
 """Runs an op on small inputs, for tools that watch every access: `python -m tests.sm90.small_calls backward 3`.
 
-Without numbers it lists the calls. The library is that of `shipped_library`; results must be finite.
+Ops are forward, backward and decode. Without numbers it lists the calls. The library is that of `shipped_library`; results
+must be finite.
 """
 
 import sys
 
 import torch
 
-from . import test_backward_op, test_forward_op
+from . import test_backward_op, test_decode, test_forward_op
 from .shipped_library import find_library, load_ops
 from .test_backward_op import make_gradients
 from .test_forward_op import Case, make_call
@@ -30,12 +31,44 @@ CASES = (
     Case("split-replays", lengths=(130, 65), heads=ONE_HEAD, gates="one", segment=1),
     Case("split-links-fp16", lengths=(130,), heads=ONE_HEAD, gates="mild", segment=1, dtype=HALF),
 )
-OPS = ("forward", "backward")
+MANY = 17  # sequences of four heads: more than the kernel for few heads takes
+DECODE_CASES = (
+    test_decode.Case("few-T1"),
+    test_decode.Case("few-T3", tokens=3),
+    *(
+        test_decode.Case(f"{'VK' if v_first else 'KV'}-T{tokens}", batch=MANY, tokens=tokens, v_first=v_first)
+        for v_first in (False, True)
+        for tokens in (1, 3)
+    ),
+    test_decode.Case("KV-fp16", batch=MANY, dtype="fp16"),
+    test_decode.Case("KV-from-zero", batch=MANY, tokens=2, initial=None),
+    test_decode.Case("KV-packed", lengths=(1, 0, 3) * 6, unused=2),
+    *(
+        test_decode.Case(f"{'VK' if v_first else 'KV'}-pool-bf16", batch=MANY, initial=torch.bfloat16, v_first=v_first)
+        for v_first in (False, True)
+    ),
+)
+CALLS = {"forward": CASES, "backward": CASES, "decode": DECODE_CASES}
 
 
-def call_op(op: str, case: Case):
+def call_decode(ops, case: test_decode.Case):
+    """Outputs and states; states of 16 bits are a pool that is moved on in place."""
+    call = test_decode.make_call(case)
+    options = call.options
+    inputs = [*call.inputs, *(options.get(name) for name in ("g", "beta", "A_log", "dt_bias")), call.initial]
+    offsets, common = options.get("cu_seqlens"), (test_decode.DIM**-0.5, 1.0, case.l2norm, case.v_first)
+    if case.initial == torch.bfloat16:
+        indices = torch.arange(case.batch, dtype=torch.int32, device="cuda").flip(0)
+        return ops.sm90_fused_recurrent_update(*inputs, indices, offsets, *common), call.initial
+    return ops.sm90_fused_recurrent_fwd(*inputs, offsets, *common, True)
+
+
+def call_op(op: str, case: Case | test_decode.Case):
     """All results of one call."""
-    ops, call = load_ops(find_library()), make_call(case)
+    ops = load_ops(find_library())
+    if op == "decode":
+        return call_decode(ops, case)
+    call = make_call(case)
     if op == "forward":
         return test_forward_op.run(ops.sm90_gated_delta_rule_fwd, case, call)
     return test_backward_op.run(ops.sm90_gated_delta_rule_bwd, case, call, make_gradients(call))
@@ -43,12 +76,12 @@ def call_op(op: str, case: Case):
 
 def main(op: str, *numbers: str) -> None:
     for number in map(int, numbers):
-        results = call_op(op, CASES[number])
+        results = call_op(op, CALLS[op][number])
         torch.cuda.synchronize()
-        assert all(x.isfinite().all() for x in results), f"{op} {CASES[number].id} is not finite"
-        print(f"ran {op} {CASES[number].id}", flush=True)
+        assert all(x.isfinite().all() for x in results), f"{op} {CALLS[op][number].id} is not finite"
+        print(f"ran {op} {CALLS[op][number].id}", flush=True)
     if not numbers:
-        print("\n".join(f"{number} {case.id}" for number, case in enumerate(CASES)))
+        print("\n".join(f"{number} {case.id}" for number, case in enumerate(CALLS[op])))
 
 
 if __name__ == "__main__":
