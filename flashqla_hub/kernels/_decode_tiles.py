@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from ._sm90 import BYTES, HEAD_DIM, WARP
 
 LINE = 128  # bytes of a line of the L2 cache
+SMS = 132  # of an H200
 GROUP = 8  # keys of [K, V] that are summed one after the other
 
 
@@ -31,6 +32,7 @@ class DecodeLayout:
     values: int  # different values among a thread's numbers
     blocks_per_sm: int  # whose registers an SM has room for
     orders_ahead: bool  # whether blocks bring states of later ones into the L2 cache
+    yields_late: bool = False  # whether the kernel behind begins once states are read, not once blocks have begun
 
     @property
     def key_warps(self) -> int:
@@ -90,6 +92,11 @@ class DecodeLayout:
         return HEAD_DIM // (2 * GROUP)
 
     @property
+    def heads_side_by_side(self) -> int:
+        """Heads of all sequences whose blocks leave room on an H200 for as many of the kernel behind."""
+        return SMS * self.blocks_per_sm // (2 * self.tiles)
+
+    @property
     def lines(self) -> int:
         """Lines of the cache that the block's part of a state takes."""
         return HEAD_DIM * self.values_of_block * BYTES[self.state_dtype] // LINE
@@ -136,7 +143,9 @@ class DecodeLayout:
 KV, VK = False, True
 
 DECODE_LAYOUTS = {
-    "kv_f32": DecodeLayout(KV, "float32", warps=4, run=16, columns=4, values=4, blocks_per_sm=4, orders_ahead=False),
+    "kv_f32": DecodeLayout(
+        KV, "float32", warps=4, run=16, columns=4, values=4, blocks_per_sm=4, orders_ahead=False, yields_late=True
+    ),
     "kv_f32_few": DecodeLayout(
         KV, "float32", warps=8, run=16, columns=2, values=2, blocks_per_sm=2, orders_ahead=False
     ),

@@ -14,10 +14,12 @@ Blocks       parts of the value heads by sequences, 2 to 6 an SM
 Threads      a strip of the state each, in accesses of 16 or 8 bytes (`_decode_tiles.py`, `_decode_strip.py`). All loads come
              before anything waits for one. Of [K, V] states the warps of a block share the keys: they exchange sums in shared
              memory, with two block barriers a token; of [V, K] states a warp has all keys, and there is no barrier
-Ahead        A block may begin while the kernel before it on the stream ends (programmatic launch). The first blocks order their
-             states and their token's rows into the L2 cache before they wait for that end. Of bfloat16 states a block also
-             orders that of its head `ahead` sequences later; of float32 states that costs (263 became 342 us, batch 256)
-Registers    80 to 128 a thread, by the launch bounds of the layout
+Ahead        A block may begin before the kernel before it on the stream has ended (programmatic launch): once all blocks of
+             that one have begun, and of float32 states [K, V] once they have read their states, unless both kernels have room
+             side by side. The first blocks order their states and their token's rows into the L2 cache before they wait for that
+             end. Of bfloat16 states a block also orders that of its head `ahead` sequences later; of float32 states that costs
+             (263 became 342 us, batch 256)
+Registers    80 to 168 a thread, by the launch bounds of the layout
 """
 
 import tilelang.language as T
@@ -122,7 +124,11 @@ def build_decode(dtype, layout):
             tile, head, sequence, key_head = (T.alloc_var("int32") for _ in range(4))
             first, length, slot, later, token = (T.alloc_var("int32") for _ in range(5))
             gate, opening, raw, activated = (T.alloc_var("float32") for _ in range(4))
-            T.pdl_trigger()
+            if layout.yields_late:
+                if heads * sequences <= layout.heads_side_by_side:
+                    T.pdl_trigger()
+            else:
+                T.pdl_trigger()
             tile, head = block % layout.tiles, block // layout.tiles
             sequence = sheet * SEQUENCES + row
             key_head = T.truncdiv(head, heads_per_key)
@@ -166,6 +172,8 @@ def build_decode(dtype, layout):
                         activated = strength * T.call_extern("float32", "sigmoid", opening)
                         opening = T.Select(use_sigmoid != 0, activated, opening)
                         read_state(layout, t)
+                        if layout.yields_late:
+                            T.pdl_trigger()
                         if layout.key_warps > 1:
                             sum_over_warps(layout, t, parts, thread, warp, lane)
                         write_state(layout, t, exp(gate), opening, scale, use_l2norm)

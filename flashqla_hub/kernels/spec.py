@@ -293,7 +293,10 @@ class DecodeSpec:
     dtype: str
     layout: str
     # Eight accesses to the state, in and out, and outputs; lines of a state and of a token's rows that are ordered ahead.
-    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 16, "STG": 9, "CCTL": 4})
+    # It lets the kernel behind begin, and waits for the end of that before it.
+    minimum_instructions: Mapping[str, int] = field(
+        default_factory=lambda: {"LDG": 16, "STG": 9, "CCTL": 4, "PREEXIT": 1, "ACQBULK": 1}
+    )
     pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
 
     @property

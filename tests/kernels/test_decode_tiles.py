@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from flashqla_hub.kernels._decode_tiles import DECODE_LAYOUTS, GROUP, LINE
+from flashqla_hub.kernels._decode_tiles import DECODE_LAYOUTS, GROUP, LINE, SMS
 from flashqla_hub.kernels._sm90 import BYTES, HEAD_DIM, REGISTER_FILE, WARP
 
 each_layout = pytest.mark.parametrize("layout", DECODE_LAYOUTS.values(), ids=DECODE_LAYOUTS)
@@ -90,6 +90,12 @@ def test_every_output_is_written_once(layout):
 def test_blocks_leave_room_for_the_numbers_and_half_as_many_registers_again(layout):
     registers = REGISTER_FILE // (layout.blocks_per_sm * layout.warps * WARP)
     assert registers >= layout.numbers * 3 // 2 + 32
+
+
+@each_layout
+def test_blocks_of_few_heads_leave_room_for_those_of_the_kernel_behind(layout):
+    slots, blocks = SMS * layout.blocks_per_sm, layout.tiles * layout.heads_side_by_side
+    assert 2 * blocks <= slots < 2 * (blocks + layout.tiles)
 
 
 @each_layout

@@ -11,8 +11,14 @@ H, HV, D = 2, 4, 128
 # Blocks of a head and threads of a block.
 KERNELS = {"kv_f32_few": (4, 256), "kv_f32": (2, 128), "kv_bf16": (1, 256), "vk_f32": (4, 128), "vk_bf16": (2, 128)}
 FEW = 64  # heads of all sequences
-AHEAD = {"kv_f32_few": 8 * 2**20, "kv_f32": 8 * 2**20}  # bytes of states that are ordered before their turn
-MOST_AHEAD = 16 * 2**20
+MB = 2**20
+
+
+def sequences_ahead(name, sequences):
+    """How many first sequences' states are ordered before their turn."""
+    size = HV * D * D * (4 if name.split("_")[1] == "f32" else 2)
+    size_ahead = min(6 * MB, max(4 * MB, sequences * size // 4)) if name.startswith("kv_f32") else 16 * MB
+    return size_ahead // size
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def expected_arguments(addresses, tokens, sequences, **changes):
     expected |= {f"{name}_t": row for name in "qkv"} | {f"{name}_h": D for name in "qkv"}
     expected |= {"g_t": 2 * HV, "beta_t": 2 * HV, "tokens": tokens, "heads": HV, "slots": sequences}
     expected |= {"scale": 0.25, "strength": 2.0, "sequences": sequences, "dense_length": 1}
-    expected |= {"ahead": AHEAD["kv_f32"] // (HV * D * D * 4), "heads_per_key": HV // H}
+    expected |= {"ahead": sequences_ahead("kv_f32", sequences), "heads_per_key": HV // H}
     expected |= {"words_per_entry": 0, "words_per_index": 0}
     expected |= {"g_is_wide": 0, "beta_is_wide": 0, "A_log_is_wide": 1, "dt_bias_is_wide": 0}
     expected |= {"use_l2norm": 1, "use_gate": 1, "use_sigmoid": 1, "has_dt_bias": 1, "has_initial": 1, "write_final": 1}
@@ -119,7 +125,13 @@ def test_every_layout_and_dtype_has_a_kernel_of_its_own(product_process, dtype, 
     assert decode.kernel == f"decode_{'bf16' if dtype == 'bfloat16' else 'fp16'}_{name}_kernel"
     assert (decode.grid, decode.block) == ((HV * blocks, sequences, 1), (threads, 1, 1))
     assert decode.arguments["states"] == decode.arguments["new_states"] == addresses["states"]
-    assert decode.arguments["ahead"] == AHEAD.get(name, MOST_AHEAD) // (HV * D * D * (4 if state == "float32" else 2))
+    assert decode.arguments["ahead"] == sequences_ahead(name, sequences)
+
+
+@pytest.mark.parametrize(("sequences", "ahead"), [(5, 16), (80, 20), (100, 24)])
+def test_a_quarter_of_the_states_is_ordered_ahead_within_bounds(product_process, sequences, ahead):
+    [decode], _, _ = product_process.run(run, Call(sequences))
+    assert decode.arguments["ahead"] == ahead
 
 
 @pytest.mark.parametrize(("index_dtype", "words"), [("int32", 1), ("int64", 2)])

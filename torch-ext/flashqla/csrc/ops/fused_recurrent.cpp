@@ -10,8 +10,9 @@ namespace {
 constexpr int64_t HEAD_DIM = 128;  // K = V
 constexpr int32_t NO_DENSE_LENGTH = -1;
 constexpr int64_t FEW_HEADS = 64;  // up to as many, a head of [K, V] float32 states is cut in smaller parts
-// Of states that are ordered before their turn: about what all blocks hold, or half of it where that is faster.
-constexpr int64_t BYTES_AHEAD = 16 << 20, KV_FLOAT32_BYTES_AHEAD = 8 << 20;
+// Of states that are ordered before their turn: about what all blocks hold, and of float32 states [K, V] a quarter of all,
+// within bounds.
+constexpr int64_t BYTES_AHEAD = 16 << 20, LEAST_KV_BYTES_AHEAD = 4 << 20, MOST_KV_BYTES_AHEAD = 6 << 20;
 const char* const OP = "the SM90 decode kernel";
 
 struct Arguments {
@@ -168,8 +169,12 @@ class Decode {
   // How many sequences ahead a block orders the state of its head; as many begin with an order of their own.
   int32_t ahead(const TensorView& states) const {
     const bool is_float32 = states.dtype == aoti_torch_dtype_float32();
-    const int64_t bytes = is_float32 && !arguments_.state_v_first ? KV_FLOAT32_BYTES_AHEAD : BYTES_AHEAD;
-    return static_cast<int32_t>(larger(1, bytes / (heads_ * HEAD_DIM * HEAD_DIM * (is_float32 ? 4 : 2))));
+    const int64_t bytes_of_sequence = heads_ * HEAD_DIM * HEAD_DIM * (is_float32 ? 4 : 2);
+    int64_t bytes = BYTES_AHEAD;
+    if (is_float32 && !arguments_.state_v_first) {
+      bytes = smaller(MOST_KV_BYTES_AHEAD, larger(LEAST_KV_BYTES_AHEAD, sequences_ * bytes_of_sequence / 4));
+    }
+    return static_cast<int32_t>(larger(1, bytes / bytes_of_sequence));
   }
 
   Launch choose(const TensorView& v, const TensorView& states) const {
