@@ -42,15 +42,18 @@ def build_gates(dtype):
             head_blocks(heads),
             threads=THREADS,
         ) as (block, column):
-            thread, wide = T.get_thread_binding(), heads_of(column, heads)
-            head, first = column * THREADS + T.truncmod(thread, wide), T.alloc_var("int32")
+            thread = T.get_thread_binding()
+            wide, together, head, first = (T.alloc_var("int32") for _ in range(4))  # each division once
+            wide = heads_of(column, heads)
+            together = tokens_of(heads)
             first = T.truncdiv(thread, wide)
+            head = column * THREADS + thread - first * wide
             rate, bias, token = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("int32")
             raw_a, raw_b = T.alloc_local((TURNS,), dtype), T.alloc_local((TURNS,), dtype)
-            if first < tokens_of(heads):
-                first += block * TURNS * tokens_of(heads)
+            if first < together:
+                first += block * TURNS * together
                 for turn in T.unroll(TURNS):
-                    token = T.min(first + turn * tokens_of(heads), tokens - 1)
+                    token = T.min(first + turn * together, tokens - 1)
                     raw_a[turn] = a[token, head]
                     raw_b[turn] = b[token, head]
                 rate, bias = 0.0, 0.0
@@ -59,7 +62,7 @@ def build_gates(dtype):
                     if has_dt_bias != 0:
                         bias = number(dt_bias, wide_dt_bias, dt_bias_is_wide, head)
                 for turn in T.unroll(TURNS):
-                    token = first + turn * tokens_of(heads)
+                    token = first + turn * together
                     if token < tokens:
                         if makes_g != 0:
                             g[token, head] = rate * softplus(T.cast(raw_a[turn], "float32") + bias)

@@ -58,12 +58,15 @@ def build_gates_backward(dtype):
         makes_beta: T.int32,
     ):
         with T.Kernel(blocks, head_blocks(heads), threads=THREADS) as (block, column):
-            thread, wide = T.get_thread_binding(), heads_of(column, heads)
-            head, first = column * THREADS + T.truncmod(thread, wide), T.truncdiv(thread, wide)
+            thread = T.get_thread_binding()
+            wide, together, head, first = (T.alloc_var("int32") for _ in range(4))  # each division once
+            wide = heads_of(column, heads)
+            together = tokens_of(heads)
+            first = T.truncdiv(thread, wide)
+            head = column * THREADS + thread - first * wide
             shares = T.alloc_shared((2, THREADS), "float32")
             raw_a, raw_b = T.alloc_local((TURNS,), dtype), T.alloc_local((TURNS,), dtype)
             grad_g, grad_beta = T.alloc_local((TURNS,), "float32"), T.alloc_local((TURNS,), "float32")
-            together = tokens_of(heads)
             rate, bias, token = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("int32")
             x, slope, dA_log, ddt_bias = (T.alloc_var("float32") for _ in range(4))
             rate, bias, dA_log, ddt_bias = 0.0, 0.0, 0.0, 0.0
