@@ -3,8 +3,8 @@
 import tilelang.language as T
 
 from ._sm90 import HEAD_DIM, WARP
+from ._widen import WIDEN_CODE, widen
 
-LOG2_E = 1.4426950408889634
 EIGHT = 8  # 16-bit values of a 16-byte access
 LANES = HEAD_DIM // EIGHT  # threads of a row
 THREADS = 8 * WARP
@@ -18,10 +18,45 @@ def load_row(tensor, token, head, column, out, turn):
         out[turn, e] = tensor[token, head, column + e]
 
 
+def in_vectors(*strides):
+    """Strides, which are multiples of EIGHT, in vectors of as many elements."""
+    return tuple(T.cast(stride // EIGHT, "int32") for stride in strides)
+
+
 @T.macro
-def store_row(tensor, token, head, column, values, turn):
-    """Eight numbers of a row of `tensor`, at once: left to itself the compiler stores them in pieces of four bytes."""
-    T.stg128(tensor[token, head, column], T.reinterpret(values[turn, T.Ramp(0, 1, EIGHT)], "uint32x4"))
+def load_vector(out, turn, tensor, column, token, head, token_vectors, head_vectors):
+    """Vector `turn` of `out` = eight numbers of a row of `tensor` [tokens, heads, HEAD_DIM], whose strides are `in_vectors`.
+
+    An address is a product of 32 bits for either stride, where one of 64 bits would take eight instructions. The kernel
+    imports DEVICE_CODE, as for all below.
+    """
+    offset = T.call_extern("int64", "wide_product", token, token_vectors) + T.call_extern(
+        "int64", "wide_product", head, head_vectors
+    )
+    T.evaluate(
+        T.call_extern(
+            "handle", "load_16_bytes", T.address_of(out[turn * EIGHT]), T.address_of(tensor[0, 0, column]), offset
+        )
+    )
+
+
+@T.macro
+def store_vector(values, turn, tensor, row, column):
+    """Eight numbers of a row of `tensor` [rows, HEAD_DIM], at once: the compiler would store them in pieces of four bytes."""
+    T.stg128(tensor[T.cast(row, "int64"), column], T.reinterpret(values[T.Ramp(turn * EIGHT, 1, EIGHT)], "uint32x4"))
+
+
+def quotient(n, magic, shift):
+    """floor(n / d) of n >= 0, by `magic_of(d)` and `shift_of(d)`, which are to be found once."""
+    return T.call_extern("int32", "quotient", n, magic, shift)
+
+
+def magic_of(d):
+    return T.call_extern("uint32", "magic_of", d)
+
+
+def shift_of(d):
+    return T.call_extern("int32", "shift_of", d)
 
 
 class Weight:
@@ -52,32 +87,51 @@ def sum_over_row(values, index):
 
 
 @T.macro
-def inverse_root(values, turn, eps, out):
-    """out[turn] = 1 / sqrt(mean(x^2) + eps) of the row that `values[turn]` is a part of."""
-    out[turn] = 0.0
+def norm_vector(dtype, values, turn, eps, normed, narrow, rounded, root):
+    """normed = root x of vector `turn` of `values`, with root = 1 / sqrt(mean(x^2) + eps) of its row; rounded to dtype in
+    `narrow`, and that as float32 in `rounded`."""
+    widen(EIGHT, normed, 0, values, turn)
+    root[0] = 0.0
     for e in T.unroll(EIGHT):
-        out[turn] += T.cast(values[turn, e], "float32") * T.cast(values[turn, e], "float32")
-    sum_over_row(out, turn)
-    out[turn] = T.rsqrt(out[turn] * (1.0 / HEAD_DIM) + eps)
-
-
-@T.macro
-def multiply_weight(dtype, normed, w, is_wide, product):
-    """product = normed * weight in float32, rounded to `dtype`, as normed is, unless the weight is float32.
-
-    A product in `dtype` is the exact one rounded, and two of them are one instruction.
-    """
-    narrow = T.alloc_local((EIGHT,), dtype)
-    if is_wide != 0:
-        for e in T.unroll(EIGHT):
-            product[e] = T.cast(normed[e], "float32") * w.wide[e]
-    else:
-        for e in T.vectorized(EIGHT):
-            narrow[e] = normed[e] * w.narrow[e]
-        for e in T.unroll(EIGHT):
-            product[e] = T.cast(narrow[e], "float32")
+        root[0] += normed[e] * normed[e]
+    sum_over_row(root, 0)
+    root[0] = T.rsqrt(root[0] * (1.0 / HEAD_DIM) + eps)
+    for e in T.unroll(EIGHT):
+        normed[e] = normed[e] * root[0]
+    for e in T.vectorized(EIGHT):
+        narrow[e] = T.cast(normed[e], dtype)
+    widen(EIGHT, rounded, 0, narrow, 0)
 
 
 def sigmoid(x):
-    """1 / (1 + e^-x)."""
-    return T.fast_rcp(1.0 + T.exp2(-LOG2_E * x))
+    """1 / (1 + e^-x) without care for subnormal numbers."""
+    return T.call_extern("float32", "sigmoid", x)
+
+
+DEVICE_CODE = (
+    WIDEN_CODE
+    + """
+// 16 bytes, so many vectors behind a place that stays the same.
+static __device__ __forceinline__ void load_16_bytes(void* out, const void* place, long long vectors) {
+  *static_cast<uint4*>(out) = __ldg(static_cast<const uint4*>(place) + vectors);
+}
+
+static __device__ __forceinline__ long long wide_product(int a, int b) { return static_cast<long long>(a) * b; }
+
+// floor(n / d) of n >= 0 for d >= 1: the shift s is the least with 2^s >= d, and the magic number 2^(31 + s) / d, rounded up.
+static __device__ __forceinline__ int quotient(int n, unsigned magic, int shift) {
+  return static_cast<int>(__umulhi(2u * n, magic) >> shift);
+}
+static __device__ __forceinline__ int shift_of(int d) { return 32 - __clz(d - 1); }
+static __device__ __forceinline__ unsigned magic_of(int d) {
+  return static_cast<unsigned>(((1ull << (31 + shift_of(d))) + d - 1) / static_cast<unsigned>(d));
+}
+
+static __device__ __forceinline__ float sigmoid(float x) {
+  float power, result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * x));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + power));
+  return result;
+}
+"""
+)

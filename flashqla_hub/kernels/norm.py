@@ -6,7 +6,7 @@ The normalised values are rounded to the dtype of x, and so are their products w
 is float32. A float32 weight leaves the products as they are.
 
 Reads        x g [tokens, heads, 128] · weight [128] of that dtype or f32
-Writes       y [tokens, heads, 128], every element
+Writes       y [rows, 128], rows = tokens heads, every element
 
 Threads      half a warp a row, 16 bytes a thread; a block takes TURNS times 16 rows, all loads before the first sum
 """
@@ -14,19 +14,21 @@ Threads      half a warp a row, 16 bytes a thread; a block takes TURNS times 16 
 import tilelang.language as T
 
 from ._rows import (
+    DEVICE_CODE,
     EIGHT,
     LANES,
     ROWS_PER_TURN,
     THREADS,
     Weight,
-    inverse_root,
-    load_row,
+    in_vectors,
+    load_vector,
     load_weight,
-    multiply_weight,
+    norm_vector,
     sigmoid,
-    store_row,
+    store_vector,
 )
 from ._sm90 import HEAD_DIM
+from ._widen import widen
 
 TURNS = 4
 ROWS = TURNS * ROWS_PER_TURN
@@ -34,22 +36,33 @@ BLOCKS_PER_SM = 3
 
 
 @T.macro
-def gate_row(dtype, values, gates, turn, w, inverse, is_wide, is_silu, out):
-    """out[turn] = y of eight numbers of a row."""
-    gate, normed = T.alloc_var("float32"), T.alloc_local((EIGHT,), dtype)
-    product = T.alloc_local((EIGHT,), "float32")
-    for e in T.vectorized(EIGHT):
-        normed[e] = T.cast(T.cast(values[turn, e], "float32") * inverse[turn], dtype)
-    multiply_weight(dtype, normed, w, is_wide, product)
+def gate_vector(dtype, values, gates, turn, w, eps, is_wide, silu, plain, out):
+    """Vector `turn` of `out` = y of eight numbers of a row.
+
+    is_wide: whether the weight is float32, known to the compiler. silu, plain: 1 and 0, or 0 and 1 for the sigmoid.
+    A product in `dtype` is the exact one rounded, and two of them are one instruction.
+    """
+    normed, product, gate = (T.alloc_local((EIGHT,), "float32") for _ in range(3))
+    narrow, root = T.alloc_local((EIGHT,), dtype), T.alloc_local((1,), "float32")
+    norm_vector(dtype, values, turn, eps, normed, narrow, product, root)
+    if is_wide:
+        for e in T.unroll(EIGHT):
+            product[e] = product[e] * w.wide[e]
+    else:
+        for e in T.vectorized(EIGHT):
+            narrow[e] = narrow[e] * w.narrow[e]
+        widen(EIGHT, product, 0, narrow, 0)
+    widen(EIGHT, gate, 0, gates, turn)
     for e in T.unroll(EIGHT):
-        gate = T.cast(gates[turn, e], "float32")
-        out[turn, e] = T.cast(product[e] * (sigmoid(gate) * T.Select(is_silu != 0, gate, 1.0)), dtype)
+        product[e] = product[e] * (sigmoid(gate[e]) * (gate[e] * silu + plain))
+    for e in T.vectorized(EIGHT):
+        out[turn * EIGHT + e] = T.cast(product[e], dtype)
 
 
 def build_norm(dtype):
     """The prim_func for x and g of `dtype`; arguments in README.md."""
-    tokens, heads = T.dynamic("tokens"), T.dynamic("heads")
-    x_t, x_h, g_t, g_h, y_t, y_h = (T.dynamic(name, "int64") for name in ("x_t", "x_h", "g_t", "g_h", "y_t", "y_h"))
+    tokens, heads, rows = T.dynamic("tokens"), T.dynamic("heads"), T.dynamic("rows")
+    x_t, x_h, g_t, g_h = (T.dynamic(name, "int64") for name in ("x_t", "x_h", "g_t", "g_h"))
 
     @T.prim_func
     def norm(
@@ -57,39 +70,43 @@ def build_norm(dtype):
         g: T.StridedTensor((tokens, heads, HEAD_DIM), (g_t, g_h, 1), dtype),
         weight: T.Tensor((HEAD_DIM,), dtype),
         wide_weight: T.Tensor((HEAD_DIM,), "float32"),
-        y: T.StridedTensor((tokens, heads, HEAD_DIM), (y_t, y_h, 1), dtype),
+        y: T.Tensor((rows, HEAD_DIM), dtype),
         eps: T.float32,
         is_wide: T.int32,
         is_silu: T.int32,
     ):
         with T.Kernel(T.truncdiv(tokens * heads + ROWS - 1, ROWS), threads=THREADS) as block:
+            T.import_source(DEVICE_CODE)
             T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
             T.assume(x_t % EIGHT == 0)
             T.assume(x_h % EIGHT == 0)
             T.assume(g_t % EIGHT == 0)
             T.assume(g_h % EIGHT == 0)
-            T.assume(y_t % EIGHT == 0)
-            T.assume(y_h % EIGHT == 0)
             thread = T.get_thread_binding()
             column = (thread % LANES) * EIGHT
             first = block * ROWS + thread // LANES
-            values, gates = T.alloc_local((TURNS, EIGHT), dtype), T.alloc_local((TURNS, EIGHT), dtype)
-            w, inverse = Weight(dtype), T.alloc_local((TURNS,), "float32")
-            token, head = T.alloc_local((TURNS,), "int32"), T.alloc_local((TURNS,), "int32")
-            out, row = T.alloc_local((TURNS, EIGHT), dtype), T.alloc_var("int32")
+            values, gates, out = (T.alloc_local((TURNS * EIGHT,), dtype) for _ in range(3))
+            w, row, token, head = Weight(dtype), *(T.alloc_var("int32") for _ in range(3))
+            silu, plain = T.alloc_var("float32"), T.alloc_var("float32")
             for turn in T.unroll(TURNS):
                 row = T.min(first + turn * ROWS_PER_TURN, tokens * heads - 1)
-                token[turn] = T.if_then_else(
-                    heads == 1, row, T.truncdiv(row, heads)
-                )  # often there is nothing to divide
-                head[turn] = row - token[turn] * heads
-                load_row(x, token[turn], head[turn], column, values, turn)
-                load_row(g, token[turn], head[turn], column, gates, turn)
+                # Often there is nothing to divide.
+                token = T.if_then_else(heads == 1, row, T.truncdiv(row, heads))
+                head = row - token * heads
+                load_vector(values, turn, x, column, token, head, *in_vectors(x_t, x_h))
+                load_vector(gates, turn, g, column, token, head, *in_vectors(g_t, g_h))
             load_weight(w, weight, wide_weight, is_wide, column)
+            silu = T.cast(is_silu, "float32")
+            plain = 1.0 - silu
+            if is_wide != 0:
+                for turn in T.unroll(TURNS):
+                    gate_vector(dtype, values, gates, turn, w, eps, True, silu, plain, out)
+            else:
+                for turn in T.unroll(TURNS):
+                    gate_vector(dtype, values, gates, turn, w, eps, False, silu, plain, out)
             for turn in T.unroll(TURNS):
-                inverse_root(values, turn, eps, inverse)
-                gate_row(dtype, values, gates, turn, w, inverse, is_wide, is_silu, out)
-                if first + turn * ROWS_PER_TURN < tokens * heads:
-                    store_row(y, token[turn], head[turn], column, out, turn)
+                row = first + turn * ROWS_PER_TURN
+                if row < tokens * heads:
+                    store_vector(out, turn, y, row, column)
 
     return norm

@@ -7,8 +7,8 @@ from fake_gpu import launches, op, torch_fake
 B, T, H, D = 2, 50, 3, 128
 ROWS = B * T * H
 ROWS_OF_A_BLOCK = 64
-ROWS_OF_A_PART = 24
-MAX_PARTS = 528
+ROWS_OF_A_PART = 16
+MAX_PARTS = 924
 
 
 def run(function, options):
@@ -16,12 +16,13 @@ def run(function, options):
     return function(**options)
 
 
-def make_norm(dtype="bfloat16", weight_dtype="bfloat16", rows=None):
-    """x and g as parts of one projection [B, T, H, 2 D]; with `rows`, a contiguous x [rows, D] alone."""
+def make_norm(dtype="bfloat16", weight_dtype="bfloat16", rows=None, others=0):
+    """x and g as parts of one projection [B, T, H, 2 D], with `others` heads more that are not theirs; with `rows`, both
+    contiguous [rows, D]."""
     dtype, weight = getattr(torch, dtype), torch.zeros(D, dtype=getattr(torch, weight_dtype))
     if rows is not None:
         return torch.zeros(rows, D, dtype=dtype), torch.zeros(rows, D, dtype=dtype), weight
-    x, g = torch.zeros(B, T, H, 2 * D, dtype=dtype).split(D, dim=-1)
+    x, g = torch.zeros(B, T, H + others, 2 * D, dtype=dtype)[:, :, :H].split(D, dim=-1)
     return x, g, weight
 
 
@@ -42,7 +43,7 @@ def run_norm_backward(**options):
 
 
 def test_the_norm_reads_parts_of_a_projection_where_they_lie(product_process):
-    [norm], addresses, described = product_process.run(run_norm)
+    [norm], addresses, described = product_process.run(run, run_norm, {"others": 1})
     assert (norm.kernel, norm.grid, norm.block) == (
         "norm_bf16_kernel",
         (-(-ROWS // ROWS_OF_A_BLOCK), 1, 1),
@@ -59,15 +60,21 @@ def test_the_norm_reads_parts_of_a_projection_where_they_lie(product_process):
         "is_silu": 1,
         "tokens": B * T,
         "heads": H,
-        "x_t": H * 2 * D,
+        "x_t": (H + 1) * 2 * D,
         "x_h": 2 * D,
-        "g_t": H * 2 * D,
+        "g_t": (H + 1) * 2 * D,
         "g_h": 2 * D,
-        "y_t": H * D,
-        "y_h": D,
+        "rows": ROWS,
     }
     assert addresses["g"] == addresses["x"] + 2 * D
     assert described == ((B, T, H, D), "torch.bfloat16", True)
+
+
+def test_heads_that_lie_behind_those_of_the_token_before_are_tokens(product_process):
+    [norm], _, described = product_process.run(run_norm)
+    assert (norm.arguments["tokens"], norm.arguments["heads"], norm.arguments["rows"]) == (ROWS, 1, ROWS)
+    assert (norm.arguments["x_t"], norm.arguments["g_t"]) == (2 * D, 2 * D)
+    assert described[0] == (B, T, H, D)
 
 
 def test_rows_without_heads_are_tokens(product_process):
@@ -88,9 +95,9 @@ def test_the_backward_leaves_parts_that_a_second_kernel_adds(product_process):
     assert (norm.kernel, norm.grid) == ("norm_backward_bf16_kernel", (blocks, 1, 1))
     expected = {name: addresses[name] for name in ("x", "g", "dy", "weight", "dx", "dg")}
     expected |= {"wide_weight": addresses["weight"], "eps": 0.5, "is_wide": 0, "is_silu": 0}
-    expected |= {"tokens": B * T, "heads": H, "blocks": blocks, "parts": norm.arguments["parts"]}
+    expected |= {"tokens": B * T, "heads": H, "rows": ROWS, "blocks": blocks, "parts": norm.arguments["parts"]}
     expected |= {f"{name}_t": H * 2 * D for name in "xg"} | {f"{name}_h": 2 * D for name in "xg"}
-    expected |= {f"{name}_t": H * D for name in ("dy", "dx", "dg")} | {f"{name}_h": D for name in ("dy", "dx", "dg")}
+    expected |= {"dy_t": H * D, "dy_h": D}
     assert norm.arguments == expected
     assert (sums.kernel, sums.grid, sums.block) == ("partial_sums_bf16_kernel", (4, 1, 1), (1024, 1, 1))
     assert sums.programmatic and not norm.programmatic

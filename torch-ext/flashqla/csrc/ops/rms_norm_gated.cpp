@@ -7,8 +7,24 @@ namespace flashqla {
 namespace {
 
 constexpr int64_t DIM = 128;
-constexpr int64_t ROWS_PER_PART = 24;   // of a turn of the backward kernel
-constexpr int64_t MAX_PARTS = 4 * SMS;  // its blocks that fit at once
+constexpr int64_t ROWS_PER_PART = 16;   // of a group of the backward kernel
+constexpr int64_t MAX_PARTS = 7 * SMS;  // its blocks that fit at once
+
+// [tokens, heads, 128] with the heads of a token where those of the one before end, as rows without heads: nothing to divide.
+bool is_one_run(const TensorView& rows) { return rows.stride[0] == rows.size[1] * rows.stride[1] || rows.size[0] <= 1; }
+
+TensorView without_heads(TensorView rows) {
+  rows.stride[0] = rows.size[1] == 1 ? rows.stride[0] : rows.stride[1];
+  rows.size[0] *= rows.size[1];
+  rows.size[1] = 1;
+  return rows;
+}
+
+// A new tensor as [rows, 128].
+TensorView as_flat_rows(const NewTensor& tensor) {
+  const TensorView& view = tensor.view();
+  return contiguous_view(view.name, view.data, view.dtype, view.device, {view.element_count() / DIM, DIM});
+}
 
 struct Norm {
   TensorView x, g;  // [tokens, heads, 128]
@@ -22,6 +38,13 @@ struct Norm {
     g = as_rows(gates, DIM);
     weight = Parameter(factor, DIM, values.dtype, values);
     require_int32(rows() + MAX_PARTS * ROWS_PER_PART, "the SM90 gated norm", "the number of rows");
+    require_short_steps(x);
+    require_short_steps(g);
+  }
+
+  // The kernels count the steps from row to row in vectors, in 32 bits.
+  static void require_short_steps(const TensorView& rows) {
+    for (int axis = 0; axis < 2; axis++) require_int32(rows.stride[axis] / ROW_ALIGNMENT, "the SM90 gated norm", "a stride");
   }
 
   int64_t rows() const { return x.size[0] * x.size[1]; }
@@ -42,7 +65,9 @@ void run_forward(StableIValue* stack, uint64_t, uint64_t) {
   y.allocate_like(x.view(), norm.x.dtype);
   if (norm.rows() > 0) {
     const auto launch = norm.is_bfloat16() ? launch_norm_bf16 : launch_norm_fp16;
-    launch(scope, norm.x, norm.g, norm.weight.narrow, norm.weight.wide, as_rows(y.view(), DIM),
+    const bool is_plain = is_one_run(norm.x) && is_one_run(norm.g);
+    launch(scope, is_plain ? without_heads(norm.x) : norm.x, is_plain ? without_heads(norm.g) : norm.g,
+           norm.weight.narrow, norm.weight.wide, as_flat_rows(y),
            static_cast<float>(as_double(stack[3])), norm.weight.is_wide, as_bool(stack[4]));
   }
   stack[0] = y.hand_over();
@@ -62,6 +87,7 @@ void run_backward(StableIValue* stack, uint64_t, uint64_t) {
   check_like(dy.view(), x.view());
   FLASHQLA_CHECK(dy.view().dtype == norm.x.dtype, "dy and x have different dtypes; convert dy to that of x.");
   const TensorView grad = as_rows(dy.view(), DIM);
+  Norm::require_short_steps(grad);
   const DeviceScope scope(norm.x.device);
   const int32_t float32 = aoti_torch_dtype_float32();
   NewTensor dx, dg, dweight, parts;
@@ -74,8 +100,8 @@ void run_backward(StableIValue* stack, uint64_t, uint64_t) {
     const int64_t blocks = smaller(MAX_PARTS, (norm.rows() + ROWS_PER_PART - 1) / ROWS_PER_PART);
     parts.allocate("parts", {blocks, DIM}, float32, scope.index());
     const auto launch = norm.is_bfloat16() ? launch_norm_backward_bf16 : launch_norm_backward_fp16;
-    launch(scope, norm.x, norm.g, grad, norm.weight.narrow, norm.weight.wide, as_rows(dx.view(), DIM),
-           as_rows(dg.view(), DIM), parts.view(), static_cast<float>(as_double(stack[4])), norm.weight.is_wide,
+    launch(scope, norm.x, norm.g, grad, norm.weight.narrow, norm.weight.wide, as_flat_rows(dx),
+           as_flat_rows(dg), parts.view(), static_cast<float>(as_double(stack[4])), norm.weight.is_wide,
            as_bool(stack[5]));
     const auto add = norm.is_bfloat16() ? launch_partial_sums_bf16 : launch_partial_sums_fp16;
     add(scope, parts.view(), with_dtype(dweight.view(), norm.x.dtype), with_dtype(dweight.view(), float32),
