@@ -201,7 +201,7 @@ def build_recurrence(dtype, of_long=False):
                 base = t.item[ITEM_OWN] - (t.item[ITEM_LINKS] + 1) * value_heads
                 load_state(state.S, t.item[ITEM_START], matrix, base, initial, states, value_stride, key_stride)
                 follow_links(thread, dtype, t, b, state, t.item[ITEM_LINKS], base, value_heads, states)
-                keep_state(thread, t, b, state, item[ITEM_CHUNKS], item[ITEM_SILENT])
+                keep_state(thread, dtype, t, b, state, item[ITEM_CHUNKS], item[ITEM_SILENT])
                 store_state(
                     thread,
                     dtype,
