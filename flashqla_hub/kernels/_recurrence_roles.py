@@ -196,11 +196,12 @@ def write_state(half, thread, t, b, r, i):
 
 
 @T.macro
-def finish_state(t, r, slot):
-    """The decay from the reference to the chunk's end, where they differ."""
-    if t.late_decay[slot] != 1.0:
-        for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
-            r.S[a, c] *= t.late_decay[slot]
+def finish_state(dtype, t, r, chunks):
+    """The decay from the last chunk's reference to its end; those before it are in the scales of the chunk behind."""
+    if dtype == "bfloat16" and chunks > 0:
+        if t.late_decay[(chunks - 1) % SLOTS] != 1.0:
+            for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+                r.S[a, c] *= t.late_decay[(chunks - 1) % SLOTS]
 
 
 @T.macro
@@ -219,11 +220,10 @@ def read_state(half, t, r, i):
         scale_outputs(t, r, slot)
         T.wgmma_gemm(r.N, t.scores[slot, :, :], r.O, transpose_B=True, policy=BY_ROWS)
         T.wait_wgmma(0)
-        finish_state(t, r, slot)
 
 
 @T.macro
-def keep_state(thread, t, b, r, chunks, silent):
+def keep_state(thread, dtype, t, b, r, chunks, silent):
     """State and outputs of 64 value rows, the state in registers from the first chunk to the last."""
     half = thread // WARPGROUP
     if half == 1:
@@ -232,7 +232,6 @@ def keep_state(thread, t, b, r, chunks, silent):
         write_state(half, thread, t, b, r, i)
         give_turn(half)
         T.wait_wgmma(0)
-        finish_state(t, r, i % SLOTS)
         arrive(b.scores_free, i % SLOTS, thread)
         arrive(b.tokens_free, i % STAGES, thread)
         arrive(b.output_ready, half * SLOTS + i % SLOTS, thread)
@@ -253,6 +252,7 @@ def keep_state(thread, t, b, r, chunks, silent):
         arrive(b.output_ready, half * SLOTS + slot, thread)
     if half == 0:
         take_turn(half)
+    finish_state(dtype, t, r, chunks)
 
 
 @T.macro
@@ -320,12 +320,16 @@ def clear_tail(dtype, t, stage, slot, rows):
 
 
 @T.macro
-def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_outputs):
-    """The scales of a chunk and, if it has outputs, Q K^T with its mask and gates; then says that all of it is there."""
+def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_outputs, due):
+    """The scales of a chunk and, if it has outputs, Q K^T with its mask and gates; then says that all of it is there.
+
+    due[0] is the decay that the state still lacks from the chunk before: behind a reference before a chunk's end it stays
+    where it is, and what reads it, and its next decay, are scaled instead.
+    """
     lane, warp = thread % WARP, (thread - STATE_THREADS) // WARP
     row, part = (thread - STATE_THREADS) // 2, thread % 2
     q_scale, reference = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
-    factored = T.alloc_local((1,), "int32")
+    factored, in_one_step = T.alloc_local((1,), "int32"), T.alloc_local((1,), "int32")
     decay, last, since = T.alloc_var("float32"), T.alloc_var("float32"), T.alloc_var("float32")
     stage, slot = i % STAGES, i % SLOTS
     wait(b.tokens_ready, stage, phase(i, STAGES))
@@ -336,7 +340,8 @@ def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_output
     decay = t.decay[stage, row]
     last = t.decay[stage, CHUNK - 1]
     find_reference(dtype, last, t.decay[stage, lane], t.decay[stage, lane + WARP], reference, factored)
-    since = T.exp2(decay)
+    since = T.exp2(decay) * due[0]
+    in_one_step[0] = T.cast(T.And(T.And(factored[0] != 0, reference[0] == last), due[0] == 1.0), "int32")
     wait(b.scores_free, slot, phase_before(i, SLOTS))
     t.row_scale[slot, part, row] = since * T.Select(part == READ, t.key_norm[stage, row], q_scale[0])
     if part == 0:
@@ -344,16 +349,18 @@ def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_output
         t.key_scale[row] = T.exp2(T.floor(last - decay))
     if row == CHUNK - 1:
         if part == 0:
-            t.chunk_decay[slot] = T.exp2(reference[0])
+            t.chunk_decay[slot] = T.exp2(reference[0]) * due[0]
             t.late_decay[slot] = T.exp2(last - reference[0])
             t.write_stage[slot] = T.Select(factored[0] != 0, stage, DECAYED_KEYS)
-            t.in_one_step[slot] = T.cast(T.And(factored[0] != 0, reference[0] == last), "int32")
+            t.in_one_step[slot] = in_one_step[0]
+    if dtype == "bfloat16":  # float16 has no reference but the end
+        due[0] = T.exp2(last - reference[0])
     T.sync_warp()
     if has_outputs:
         T.wait_wgmma(0)
         if factored[0] == 0:
             gate_scores(t, r, stage, warp, lane, last)
-        elif reference[0] == last:
+        elif in_one_step[0] != 0:
             growth = T.exp2(-last)
             for a, c in T.Parallel(CHUNK, CHUNK):
                 r.out[a, c] = T.Select(a >= c, r.score[a, c] * growth, 0.0)
@@ -413,10 +420,12 @@ def form_scores(thread, dtype, t, b, r, item, scale, use_l2norm):
     for slot, a, c in T.Parallel(SLOTS, HALF_CHUNK, HALF_CHUNK):
         t.operand[slot, a, c] = T.cast(0, dtype)
     T.fence_proxy_async()
+    due = T.alloc_local((1,), "float32")
+    due[0] = 1.0
     for i in T.serial(item[ITEM_SILENT]):
-        prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, False)
+        prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, False, due)
     for more in T.serial(item[ITEM_CHUNKS] - item[ITEM_SILENT]):
-        prepare_chunk(thread, dtype, t, b, r, item, item[ITEM_SILENT] + more, scale, use_l2norm, True)
+        prepare_chunk(thread, dtype, t, b, r, item, item[ITEM_SILENT] + more, scale, use_l2norm, True, due)
 
 
 @T.macro

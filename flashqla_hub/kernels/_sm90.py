@@ -191,6 +191,7 @@ class ShortLayout:
     warps: int = WARPS_PER_GROUP
     blocks_per_sm: int = 3
     words: int = 5  # that say what a block does
+    stages: int = 2  # value heads in flight of a sequence of at most half a chunk
 
     @property
     def threads(self) -> int:
@@ -199,7 +200,8 @@ class ShortLayout:
     def shared_memory(self, dtype: str) -> int:
         """Bytes of all tiles, before alignment."""
         wide, square = CHUNK * HEAD_DIM * BYTES[dtype], CHUNK * CHUNK * BYTES[dtype]
-        return 3 * wide + 2 * square + 6 * CHUNK * BYTES["float32"] + self.words * BYTES["int32"]
+        quarters = (self.stages + 1) * HALF_CHUNK * HALF_CHUNK * BYTES[dtype]  # operands and scores of half a chunk
+        return 3 * wide + 2 * square + quarters + 6 * CHUNK * BYTES["float32"] + self.words * BYTES["int32"]
 
 
 RECURRENCE = RecurrenceLayout()

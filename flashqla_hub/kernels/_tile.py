@@ -79,8 +79,8 @@ def _reach(reference, one, other):
     return T.max(T.abs(reference), T.max(T.abs(reference - one), T.abs(reference - other)))
 
 
-def transposed_fragment(values=HEAD_DIM):
-    """Registers of a [CHUNK, values] tile laid out as the transpose of a wgmma accumulator [values, CHUNK].
+def transposed_fragment(values=HEAD_DIM, tokens=CHUNK):
+    """Registers of a [tokens, values] tile laid out as the transpose of a wgmma accumulator [values, tokens].
 
     Thread 32 w + 4 r + p holds value rows 16 w + r (+ 8) and, of every eight tokens, 2 p and 2 p + 1: a token pair is one
     register, so that ldmatrix and stmatrix with .trans move the tile between registers and row-major shared memory.
@@ -90,4 +90,4 @@ def transposed_fragment(values=HEAD_DIM):
         thread = (value // 16) * WARP + (value % 8) * 4 + (token % 8) // 2
         return thread, (token // 8) * 4 + ((value % 16) // 8) * 2 + token % 2
 
-    return T.Fragment((CHUNK, values), forward_fn=place)
+    return T.Fragment((tokens, values), forward_fn=place)

@@ -274,9 +274,10 @@ def scale_pairwise(dtype, form, t, buffer, side, values, sign, scales, row, colu
 
 @T.macro
 def load_block(X, row, column, values, lane):
-    """A 16 x 16 block of X, in an mma's registers."""
+    """A 16 x 16 block of X, in an mma's registers; its place may be written afterwards."""
     entries = T.alloc_local((8,), "float16")
     load_left(X, row, column, lane, entries)
+    T.sync_warp()
     for e in T.unroll(8):
         values[e] = T.cast(entries[e], "float32")
 

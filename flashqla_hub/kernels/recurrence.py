@@ -8,11 +8,12 @@ Per chunk of C tokens, with the state S [K, V], G the decay since the chunk's st
 The state stands transposed in registers, 64 value rows in each of two warpgroups, and is the left operand of its products.
 Where the decay within a chunk stays within FACTORED_RANGE of a reference R, N is formed with its decay to R (it is in the
 operand), so that the keys serve as they are. R is G_end: then the scores carry 2^(-R), the three last products follow each
-other, and one scale, 2^G scale, makes the outputs. Or it is half of G_end, where only that is in range: then the state decays
-to R before its product and on to the end behind it, the scores carry 2^(G - R) scale, since 2^(-G) itself may be beyond
-float32, and Q S is scaled before P N is added. Other chunks, such as those with gates of -30 or -inf, keep N without that
-decay: the score warpgroup multiplies the keys by whole powers of two (the fractions are in the operand) and gates the scores
-pair by pair, so that only decays from an earlier to a later token are formed. L2 norms of q and k ride on the scales of rows.
+other, and one scale, 2^G scale, makes the outputs. Or it is half of G_end, where only that is in range: then the scores carry
+2^(G - R) scale, since 2^(-G) itself may be beyond float32, and Q S is scaled before P N is added. The state decays to R before
+its product, and stays there: the scales of what the next chunk reads of it, and its next decay, bring it on to the end, and
+only the last chunk's is multiplied out. Other chunks, such as those with gates of -30 or -inf, keep N without that decay: the
+score warpgroup multiplies the keys by whole powers of two (the fractions are in the operand) and gates the scores pair by
+pair, so that only decays from an earlier to a later token are formed. L2 norms of q and k ride on the scales of rows.
 
 A sequence may be cut into segments. What starts a segment's state, and which blocks make it, is told in `_segments.py`; here
 it means that some first chunks may have no outputs, that a state may start as the identity (without values: the columns of
@@ -201,7 +202,7 @@ def build_recurrence(dtype, of_long=False):
                 base = t.item[ITEM_OWN] - (t.item[ITEM_LINKS] + 1) * value_heads
                 load_state(state.S, t.item[ITEM_START], matrix, base, initial, states, value_stride, key_stride)
                 follow_links(thread, dtype, t, b, state, t.item[ITEM_LINKS], base, value_heads, states)
-                keep_state(thread, t, b, state, item[ITEM_CHUNKS], item[ITEM_SILENT])
+                keep_state(thread, dtype, t, b, state, item[ITEM_CHUNKS], item[ITEM_SILENT])
                 store_state(
                     thread,
                     dtype,

@@ -17,6 +17,10 @@ Loads        all of a chunk on one barrier, `loaded`, ordered by one warp as soo
 The rows of a chunk behind the sequence's end are cleared in k and v, whatever was loaded there; what they are in q only
 reaches rows of the outputs that are not stored. A tile of outputs takes the place of the tile of values.
 
+A sequence of at most half a chunk in a call without states has products of half the tokens, one Q K^T for all value heads,
+which stays in registers, and the upper left quarter of the operand alone. Its value heads are loaded one ahead: values of
+every other head take the place of the queries, which nobody needs behind Q K^T.
+
 Where a chunk's decay is not factored (`factor.py`), N and not the keys takes the whole powers of two of the decay to the
 chunk's end, which is as exact and needs no second place for keys.
 """
@@ -25,12 +29,14 @@ import tilelang.language as T
 
 from ._recurrence_roles import BY_ROWS, EIGHT, OUT, READ
 from ._segments import offset
-from ._sm90 import CHUNK, HALF_CHUNK, HEAD_DIM, L2NORM_EPS, LONG, SHORT, TRIANGLE_ROWS, VALUE_TILE, VANISHING, WARP
+from ._sm90 import CHUNK, HALF_CHUNK, HEAD_DIM, L2NORM_EPS, LONG, SHORT, TRIANGLE_ROWS, UPPER_LEFT, VALUE_TILE, VANISHING, WARP
 from ._tile import Group, alloc_barriers, arrive, find_reference, fraction, swizzled, transposed_fragment, wait
 
 PLACES = 3  # of tiles of values: that of q, of k and their own
 WIDTH = VALUE_TILE  # columns of a tile of q, k or v
 HALVES = HEAD_DIM // WIDTH
+STAGES = SHORT.stages
+QUARTERS = TRIANGLE_ROWS // HALF_CHUNK  # of an operand
 QUAD = 4  # 16-bit values of an 8-byte access: half a warp has half a row
 STATE = HEAD_DIM * HEAD_DIM
 SEQUENCE, KEY_HEAD, FIRST, LENGTH, CHUNKS = range(SHORT.words)
@@ -46,6 +52,8 @@ class Tiles(Group):
         # Columns 32 to 63 above columns 0 to 31, as in `_recurrence_tiles.py`: the first 32 rows are zeros, which stay.
         self.operand = T.alloc_shared((2 * CHUNK, HALF_CHUNK), dtype)
         self.scores = T.alloc_shared((CHUNK, CHUNK), dtype)
+        self.small_operand = T.alloc_shared((STAGES, HALF_CHUNK, HALF_CHUNK), dtype)  # of at most half a chunk
+        self.small_scores = T.alloc_shared((HALF_CHUNK, HALF_CHUNK), dtype)
         self.decay = T.alloc_shared((CHUNK,), "float32")
         self.key_norm = T.alloc_shared((CHUNK,), "float32")
         self.row_scale = T.alloc_shared((2, CHUNK), "float32")
@@ -68,6 +76,14 @@ class Registers(Group):
         self.o = T.alloc_fragment((CHUNK, VALUE_TILE), dtype)
         self.score = T.alloc_fragment((CHUNK, CHUNK), "float32")
         self.score_out = T.alloc_fragment((CHUNK, CHUNK), dtype)
+        # Of at most half a chunk.
+        self.small_W = T.alloc_fragment((VALUE_TILE, HALF_CHUNK), "float32")
+        self.small_O = T.alloc_fragment((VALUE_TILE, HALF_CHUNK), "float32")
+        self.small_Z = T.alloc_fragment((VALUE_TILE, HALF_CHUNK), dtype)
+        self.small_N = T.alloc_fragment((VALUE_TILE, HALF_CHUNK), dtype)
+        self.small_v = T.alloc_fragment((HALF_CHUNK, VALUE_TILE), dtype)
+        self.small_score = T.alloc_fragment((CHUNK, HALF_CHUNK), "float32")
+        self.small_score_out = T.alloc_fragment((CHUNK, HALF_CHUNK), dtype)
 
 
 @T.macro
@@ -96,7 +112,12 @@ def order_chunk(thread, t, q, k, v, operand, decay, key_norm, chunk, head, with_
             load_rows(q, t.q, token, key_head, rows, loaded)
             load_rows(k, t.k, token, key_head, rows, loaded)
             T.tma_copy(key_norm[slot, key_head, :], t.key_norm, barrier=loaded[0])
-        T.tma_copy(operand[slot, head, :, :], t.operand[HALF_CHUNK:, :], barrier=loaded[0])
+        for quarter in T.unroll(QUARTERS):
+            T.tma_copy(
+                operand[slot, head, quarter * HALF_CHUNK : (quarter + 1) * HALF_CHUNK, :],
+                t.operand[(quarter + 1) * HALF_CHUNK : (quarter + 2) * HALF_CHUNK, :],
+                barrier=loaded[0],
+            )
         T.tma_copy(decay[slot, head, :], t.decay, barrier=loaded[0])
         load_rows(v, t.v, token, head, rows, loaded)
         arrive(loaded, 0, thread)
@@ -198,23 +219,22 @@ def scale_rows(thread, dtype, t, q_scale, reference, factored):
 
 
 @T.macro
-def gate_scores(t, r, reference, factored):
-    """Scores with their mask, gates and scales to shared memory."""
+def gate_scores(t, score, out, columns, reference, factored):
+    """Scores with their mask, gates and scales."""
     last, growth = T.alloc_var("float32"), T.alloc_var("float32")
     last = t.decay[CHUNK - 1]
     if factored == 0:
-        for a, c in T.Parallel(CHUNK, CHUNK):
+        for a, c in T.Parallel(CHUNK, columns):
             earlier = t.decay[c] + fraction(last - t.decay[c])
             apart = T.Select(a >= c, t.decay[a] - earlier, VANISHING)
-            r.score_out[a, c] = T.Select(a >= c, r.score[a, c] * t.score_scale[a], 0.0) * T.exp2(apart)
+            out[a, c] = T.Select(a >= c, score[a, c] * t.score_scale[a], 0.0) * T.exp2(apart)
     elif reference == last:
         growth = T.exp2(-last)
-        for a, c in T.Parallel(CHUNK, CHUNK):
-            r.score_out[a, c] = T.Select(a >= c, r.score[a, c] * growth, 0.0)
+        for a, c in T.Parallel(CHUNK, columns):
+            out[a, c] = T.Select(a >= c, score[a, c] * growth, 0.0)
     else:
-        for a, c in T.Parallel(CHUNK, CHUNK):
-            r.score_out[a, c] = T.Select(a >= c, r.score[a, c] * t.score_scale[a], 0.0)
-    T.copy(r.score_out, t.scores)
+        for a, c in T.Parallel(CHUNK, columns):
+            out[a, c] = T.Select(a >= c, score[a, c] * t.score_scale[a], 0.0)
 
 
 @T.macro
@@ -322,6 +342,123 @@ def store_rows(thread, dtype, tile, o, token, head, value, rows):
                 o[token + row, head, value + column + e] = line[e]
 
 
+@T.macro
+def order_tokens(thread, t, q, k, key_norm, loaded):
+    """Orders q and k of a sequence of at most half a chunk."""
+    slot, key_head = T.truncdiv(t.item[FIRST], CHUNK) + t.item[SEQUENCE], t.item[KEY_HEAD]
+    if thread < WARP:
+        load_rows(q, t.q, t.item[FIRST], key_head, HALF_CHUNK, loaded)
+        load_rows(k, t.k, t.item[FIRST], key_head, HALF_CHUNK, loaded)
+        T.tma_copy(key_norm[slot, key_head, :], t.key_norm, barrier=loaded[0])
+
+
+@T.macro
+def order_head(thread, t, v, operand, decay, head, stage, loaded):
+    """Orders what a value head of such a sequence needs, its values to their own place or to that of the queries."""
+    slot = T.truncdiv(t.item[FIRST], CHUNK) + t.item[SEQUENCE]
+    if thread < WARP:
+        T.tma_copy(
+            operand[slot, head, UPPER_LEFT : UPPER_LEFT + HALF_CHUNK, :],
+            t.small_operand[stage, :, :],
+            barrier=loaded[0],
+        )
+        T.tma_copy(decay[slot, head, :], t.decay, barrier=loaded[0])
+        if stage == 0:
+            load_rows(v, t.v, t.item[FIRST], head, HALF_CHUNK, loaded)
+        else:
+            load_rows(v, t.q, t.item[FIRST], head, HALF_CHUNK, loaded)
+        arrive(loaded, 0, thread)
+
+
+@T.macro
+def clear_small_rows(dtype, tiles, rows):
+    for a, c in T.Parallel(HALF_CHUNK, WIDTH):
+        if a >= rows:
+            tiles[0][a, c] = T.cast(0, dtype)
+    for a, c in T.Parallel(HALF_CHUNK, WIDTH):
+        if a >= rows:
+            tiles[1][a, c] = T.cast(0, dtype)
+
+
+@T.macro
+def multiply_small_queries(t, r):
+    T.wgmma_gemm(t.q[0], t.k[0][0:HALF_CHUNK, :], r.small_score, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    T.wgmma_gemm(t.q[1], t.k[1][0:HALF_CHUNK, :], r.small_score, transpose_B=True, policy=BY_ROWS)
+    T.wait_wgmma(0)
+
+
+@T.macro
+def serve_half(t, r, tile, stage, in_one_step):
+    """64 values of at most half a chunk: outputs to the place of the values."""
+    T.copy(tile[0:HALF_CHUNK, :], r.small_v)
+    for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
+        r.small_Z[a, c] = r.small_v[c, a]
+    T.wgmma_gemm(
+        r.small_Z, t.small_operand[stage, :, :], r.small_W, transpose_B=True, clear_accum=True, policy=BY_ROWS
+    )
+    T.wait_wgmma(0)
+    T.copy(r.small_W, r.small_N)
+    T.wgmma_gemm(r.small_N, t.small_scores, r.small_O, transpose_B=True, clear_accum=True, policy=BY_ROWS)
+    T.wait_wgmma(0)
+    if in_one_step:
+        for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
+            r.small_O[a, c] *= t.row_scale[OUT, c]
+    T.clear(r.o)
+    for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
+        r.o[c, a] = r.small_O[a, c]
+    T.copy(r.o, tile)  # the lower half is of no use, but whole tiles are copied by stmatrix
+
+
+@T.macro
+def serve_head(thread, dtype, t, r, tiles, stage, in_one_step, o, head):
+    serve_half(t, r, tiles[0], stage, in_one_step)
+    serve_half(t, r, tiles[1], stage, in_one_step)
+    T.sync_threads()
+    store_rows(thread, dtype, tiles[0], o, t.item[FIRST], head, 0, t.item[LENGTH])
+    store_rows(thread, dtype, tiles[1], o, t.item[FIRST], head, VALUE_TILE, t.item[LENGTH])
+
+
+@T.macro
+def serve_small(thread, dtype, t, r, heads, q, k, v, operand, decay, key_norm, o, scale, use_l2norm, loaded):
+    """Outputs of a sequence of at most half a chunk, from zero, of `heads` value heads; none if it is another sequence."""
+    reference, factored = T.alloc_local((1,), "float32"), T.alloc_local((1,), "int32")
+    q_scale, last = T.alloc_local((1,), "float32"), T.alloc_var("float32")
+    head, in_one_step = T.alloc_var("int32"), T.alloc_var("int32")
+    if heads > 0:
+        order_tokens(thread, t, q, k, key_norm, loaded)
+        order_head(thread, t, v, operand, decay, t.item[KEY_HEAD] * heads, 0, loaded)
+    for index in T.serial(heads):
+        head = t.item[KEY_HEAD] * heads + index
+        wait(loaded, 0, index % STAGES)
+        if index == 0:
+            query_scale(thread, dtype, t, scale, use_l2norm, q_scale)
+            if t.item[LENGTH] < HALF_CHUNK:
+                clear_small_rows(dtype, t.k, t.item[LENGTH])
+                T.fence_proxy_async()
+                T.sync_threads()
+            multiply_small_queries(t, r)
+        scale_rows(thread, dtype, t, q_scale[0], reference, factored)
+        gate_scores(t, r.small_score, r.small_score_out, HALF_CHUNK, reference[0], factored[0])
+        last = t.decay[CHUNK - 1]
+        in_one_step = T.cast(T.And(factored[0] != 0, reference[0] == last), "int32")
+        for a, c in T.Parallel(CHUNK, HALF_CHUNK):
+            if a < HALF_CHUNK:
+                t.small_scores[a, c] = r.small_score_out[a, c]
+        if t.item[LENGTH] < HALF_CHUNK:
+            if index % STAGES == 0:
+                clear_small_rows(dtype, t.v, t.item[LENGTH])
+            else:
+                clear_small_rows(dtype, t.q, t.item[LENGTH])
+        T.fence_proxy_async()
+        T.sync_threads()
+        if index + 1 < heads:  # the head before this one has left its place
+            order_head(thread, t, v, operand, decay, head + 1, (index + 1) % STAGES, loaded)
+        if index % STAGES == 0:
+            serve_head(thread, dtype, t, r, t.v, 0, in_one_step != 0, o, head)
+        else:
+            serve_head(thread, dtype, t, r, t.q, 1, in_one_step != 0, o, head)
+
+
 def build_short(dtype):
     """The prim_func for q, k, v of `dtype`; arguments in README.md."""
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
@@ -355,11 +492,12 @@ def build_short(dtype):
             loaded = alloc_barriers(1)
             T.annotate_layout(
                 {part: transposed_fragment(VALUE_TILE) for part in (r.v, r.o)}
+                | {r.small_v: transposed_fragment(VALUE_TILE, HALF_CHUNK)}
                 | {tile: swizzled(tile) for tile in (*t.q, *t.k, *t.v)}
             )
             thread = T.get_thread_binding()
             head, half, token, rows, loads, matrix = (T.alloc_var("int32") for _ in range(6))
-            first, length, next_chunk, goes_on = (T.alloc_var("int32") for _ in range(4))
+            first, length, next_chunk, goes_on, is_small = (T.alloc_var("int32") for _ in range(5))
             q_scale = T.alloc_local((1,), "float32")
             reference, factored = T.alloc_local((1,), "float32"), T.alloc_local((1,), "int32")
             group = T.truncdiv(value_heads, key_heads)
@@ -379,13 +517,22 @@ def build_short(dtype):
             T.fence_proxy_async()
             T.sync_threads()
             loads = 0
-            if t.item[CHUNKS] > 0:
+            is_small = T.cast(
+                T.And(
+                    T.And(has_initial == 0, write_final == 0),
+                    T.And(t.item[LENGTH] > 0, t.item[LENGTH] <= HALF_CHUNK),
+                ),
+                "int32",
+            )
+            heads = T.Select(is_small != 0, group, 0)
+            serve_small(thread, dtype, t, r, heads, q, k, v, operand, decay, key_norm, o, scale, use_l2norm, loaded)
+            if T.And(t.item[CHUNKS] > 0, is_small == 0):
                 order_chunk(thread, t, q, k, v, operand, decay, key_norm, 0, t.item[KEY_HEAD] * group, True, loaded)
             elif T.And(write_final != 0, t.item[LENGTH] == 0):
                 for index in T.serial(group):
                     matrix = t.item[SEQUENCE] * value_heads + t.item[KEY_HEAD] * group + index
                     pass_state(thread, initial, final, matrix, has_initial)
-            for part in T.serial(T.Select(t.item[CHUNKS] > 0, group * HALVES, 0)):
+            for part in T.serial(T.Select(T.And(t.item[CHUNKS] > 0, is_small == 0), group * HALVES, 0)):
                 half = part % HALVES
                 matrix = t.item[SEQUENCE] * value_heads + t.item[KEY_HEAD] * group + part // HALVES
                 T.clear(r.S[0])
@@ -400,7 +547,8 @@ def build_short(dtype):
                             query_scale(thread, dtype, t, scale, use_l2norm, q_scale)
                         multiply_queries(t, r)
                         scale_rows(thread, dtype, t, q_scale[0], reference, factored)
-                        gate_scores(t, r, reference[0], factored[0])
+                        gate_scores(t, r.score, r.score_out, CHUNK, reference[0], factored[0])
+                        T.copy(r.score_out, t.scores)
                         rows = t.item[LENGTH] - i * CHUNK
                         if rows < CHUNK:
                             clear_rows(dtype, t.v[0], rows)

@@ -15,6 +15,7 @@ from .test_forward_op import Case, make_call
 
 ONE_HEAD = (1, 1)
 HALF = torch.float16
+EMPTY = (0,) * 800  # behind a few short sequences: enough of them for the kernel for short sequences
 
 CASES = (
     Case("T1", tokens=1, heads=ONE_HEAD),
@@ -30,6 +31,10 @@ CASES = (
     Case("split-links", lengths=(130, 65), heads=ONE_HEAD, gates="none", segment=1),
     Case("split-replays", lengths=(130, 65), heads=ONE_HEAD, gates="one", segment=1),
     Case("split-links-fp16", lengths=(130,), heads=ONE_HEAD, gates="mild", segment=1, dtype=HALF),
+    Case("short-with-tails", lengths=(1, 33, 64, 65, *EMPTY), heads=(1, 2), unused=3, l2norm=True),
+    Case("short-strong-VK", lengths=(20, 130, 0, 17, *EMPTY), heads=(1, 3), gates="huge-among-mild", v_first=True),
+    Case("short-from-zero", lengths=(32, 31, 64, *EMPTY), heads=(1, 2), gates="mild", initial=None),
+    Case("short-fp16", lengths=(7, 32, 65, *EMPTY), heads=(1, 2), gates="mild", dtype=HALF),
 )
 MANY = 17  # sequences of four heads: more than the kernel for few heads takes
 DECODE_CASES = (
@@ -70,7 +75,11 @@ def call_op(op: str, case: Case | test_decode.Case):
         return call_decode(ops, case)
     call = make_call(case)
     if op == "forward":
-        return test_forward_op.run(ops.sm90_gated_delta_rule_fwd, case, call)
+        found = test_forward_op.run(ops.sm90_gated_delta_rule_fwd, case, call)
+        if case.initial is None:  # short sequences take another way where nobody wants states
+            options = (case.scale, case.l2norm, case.v_first, False, case.segment)
+            found += (ops.sm90_gated_delta_rule_fwd(*call.inputs, None, call.cu_seqlens, *options)[0],)
+        return found
     return test_backward_op.run(ops.sm90_gated_delta_rule_bwd, case, call, make_gradients(call))
 
 

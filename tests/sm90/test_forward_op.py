@@ -258,6 +258,9 @@ def short_cases():
     yield Case("short-fp16", lengths=lengths, heads=(4, 8), dtype=torch.float16)
     yield Case("short-l2norm-VK", lengths=lengths, heads=(4, 12), l2norm=True, v_first=True)
     yield Case("short-from-zero", lengths=lengths, heads=(4, 4), initial=None, unused=70, offsets=torch.int64)
+    for gates in ("trained", "one", "thirty", "infinite-among-mild"):
+        yield Case(f"short-from-zero-{gates}", lengths=lengths, heads=(4, 12), gates=gates, initial=None, l2norm=True)
+    yield Case("short-from-zero-fp16", lengths=lengths, heads=(4, 20), initial=None, dtype=torch.float16)
     yield Case("short-strided", lengths=lengths, heads=(4, 8), strided=True)
     yield Case("short-dense", tokens=40, batch=210, heads=(4, 8))
     yield Case("short-and-long", lengths=many_lengths(longest=1025), heads=(4, 8))
