@@ -14,7 +14,7 @@ constexpr const char* OP = "the SM90 backward";
 constexpr int64_t CHUNK = 64;
 constexpr int64_t VALUE_TILE = 64, HALVES = STATE_DIM / VALUE_TILE;  // value columns of a block of the scan
 constexpr int64_t CHUNK_WORDS = 4, SEGMENT_WORDS = 6;                // int32 words of a row of `chunks` and of `segments`
-constexpr int64_t ROW_VECTORS = 7, PAIR_VECTORS = 3, NORM_VECTORS = 2;  // float32 numbers of a token and head
+constexpr int64_t ROW_VECTORS = 9, PAIR_VECTORS = 3, NORM_VECTORS = 2;  // float32 numbers of a token and head
 constexpr int64_t DIRECTIONS = 2;  // states from the first chunk on, their gradients from the last
 constexpr int64_t MAKERS = 3;      // of a segment's state, its transition and the gradient of its state
 constexpr int64_t TRANSITION_PARTS = 4;
