@@ -142,6 +142,7 @@ def build_backward_scan(dtype):
         state_v_first: T.int32,
         segment_chunks: T.int32,
         makes_states: T.int32,
+        has_links: T.int32,
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=BACKWARD_SCAN.threads) as block:
@@ -163,6 +164,8 @@ def build_backward_scan(dtype):
             if makes_states != 0:
                 direction = T.Select(part == MAKE_GRADIENT, REVERSE, FORWARD)
             slot, head = T.truncdiv(place, value_heads), T.truncmod(place, value_heads)
+            if T.And(makes_states == 0, direction == REVERSE):  # who may walk on through all segments starts first
+                slot = segment_slots - 1 - slot
             key_head = T.truncdiv(head, T.truncdiv(value_heads, key_heads))
             if thread < WARP:
                 for word in T.unroll(SEGMENT_WORDS):
@@ -176,8 +179,8 @@ def build_backward_scan(dtype):
                 else:
                     has_start = T.Select(direction == FORWARD, has_initial, has_dfinal)
                     describe_outputs(
-                        item, segment, row, head, direction, has_start, write_dinitial, segment_chunks, value_heads,
-                        bound, forgets, reach, thread,
+                        item, segment, row, head, direction, has_start, write_dinitial, segment_chunks, has_links,
+                        value_heads, bound, forgets, reach, thread,
                     )  # fmt: skip
                 if thread == 0:
                     for word in T.unroll(ITEM_WORDS):

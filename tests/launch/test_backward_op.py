@@ -293,6 +293,7 @@ def test_scan_gets_everything(product_process):
         "state_v_first": 0,
         "segment_chunks": 5,
         "makes_states": 0,
+        "has_links": 0,
         "blocks": 3 * HV * 2 * 2,
     }
     assert_arguments(scan, expected)
@@ -309,6 +310,7 @@ def test_states_of_segments_are_made_by_a_launch_of_their_own(product_process):
     plan, rows, makers, outputs, _ = (launch.arguments for launch in found)
     assert (plan["segment_chunks"], makers["segment_chunks"], outputs["segment_chunks"]) == (1, 1, 1)
     assert (rows["has_cuts"], makers["makes_states"], outputs["makes_states"]) == (1, 1, 0)
+    assert makers["has_links"] == outputs["has_links"] == 1
     assert {name for name in makers if makers[name] != outputs[name]} == {"blocks", "makes_states"}
 
 

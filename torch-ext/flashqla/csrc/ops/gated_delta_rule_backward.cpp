@@ -247,7 +247,7 @@ class Backward {
            words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
   }
 
-  // With cuts first the blocks that make states and transitions of segments, then those that write outputs.
+  // With links first the blocks that make states and transitions of segments, then those that write outputs.
   void launch_scan_kernels(const Scratch& scratch) {
     const int64_t parts = sizes_.segments.slots * sizes_.v_heads;
     NewTensor initial_copy, dfinal_copy;
@@ -259,14 +259,15 @@ class Backward {
     const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_scan_bf16 : launch_backward_scan_fp16;
     const bool launches[] = {true, false};
     for (const bool makes_states : launches) {
-      if (makes_states && !sizes_.segments.has_cuts) continue;
+      if (makes_states && !sizes_.segments.links) continue;
       const int64_t blocks = parts * HALVES * (makes_states ? MAKERS : DIRECTIONS);
       launch(scope_, q(), k(), as_token_rows(arguments_.v.view()), as_token_rows(arguments_.do_.view()), scratch.solve,
              scratch.rows, scratch.pairs, scratch.bound, scratch.segments, as_states("initial_state", initial),
              as_states("dht", dfinal), scratch.segment_states, scratch.transitions, scratch.reach, scratch.forgets,
              scratch.errors, scratch.states, scratch.dstates, as_token_rows(dv_.view()), as_states("dh0", dinitial),
              has_initial, has_dfinal, arguments_.output_dinitial, arguments_.state_v_first,
-             static_cast<int32_t>(sizes_.segments.chunks), makes_states, static_cast<int32_t>(blocks));
+             static_cast<int32_t>(sizes_.segments.chunks), makes_states, sizes_.segments.links,
+             static_cast<int32_t>(blocks));
     }
   }
 
