@@ -192,7 +192,7 @@ class Backward {
     const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
     const int32_t dtype = arguments_.q.view().dtype;
     const int64_t slots = sizes_.slots, v_heads = sizes_.v_heads;
-    const int64_t cut = sizes_.segments.has_cuts ? sizes_.segments.slots * v_heads : 1;  // maps are made in any case
+    const int64_t cut = sizes_.segments.links ? sizes_.segments.slots * v_heads : 1;  // maps are made in any case
     workspace.add(scratch.chunks, "chunks", {slots, CHUNK_WORDS}, int32, device);
     workspace.add(scratch.segments, "segments", {sizes_.segments.slots, SEGMENT_WORDS}, int32, device);
     workspace.add(scratch.bound, "bound", {slots, v_heads}, float32, device);
