@@ -18,6 +18,7 @@ os.environ.setdefault("TILELANG_DISABLE_CACHE", "1")
 import tilelang
 from tilelang import tvm
 from tvm import tirx
+from tvm.ir.instrument import pass_instrument
 from tvm.target import Target
 
 from .errors import LoweringError
@@ -27,6 +28,11 @@ from .launch_plan import Argument, LaunchPlan, Scalar, Symbol, Tensor, TensorMap
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 DTYPES = ("bfloat16", "float16", "float32", "int32", "int64")
 SCALAR_DTYPES = ("float32", "int32", "int64")
+OWN_FENCES = "flashqla.own_fences"
+"""A pass config of ours: the kernel itself has each fence between plain and asynchronous accesses to shared memory.
+
+TileLang would put one before every wgmma that follows any plain store, also of a tile that the wgmma does not read.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,17 @@ class Lowered:
 
     source: str
     plan: LaunchPlan
+
+
+@pass_instrument
+class _Skip:
+    """Leaves out one pass of TileLang."""
+
+    def __init__(self, name: str) -> None:
+        self.skipped = name
+
+    def should_run(self, module: tvm.IRModule, info: tvm.transform.PassInfo) -> bool:
+        return info.name != self.skipped
 
 
 def lower(name: str, prim_func: tirx.PrimFunc, pass_configs: Mapping[str, Any]) -> Lowered:
@@ -46,8 +63,10 @@ def lower(name: str, prim_func: tirx.PrimFunc, pass_configs: Mapping[str, Any]) 
     """
     prim_func = prim_func.with_attr("global_symbol", name)
     target = Target(TARGET)
+    configs = dict(pass_configs)
+    skipped = [_Skip("tl.InjectFenceProxy")] if configs.pop(OWN_FENCES, False) else []
     try:
-        with tvm.transform.PassContext(opt_level=3, config=dict(pass_configs)), target:
+        with tvm.transform.PassContext(opt_level=3, config=configs, instruments=skipped), target:
             artifact = tilelang.lower(prim_func, target=target)
     except Exception as error:  # TVM raises whatever type its C++ side names
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

@@ -30,11 +30,14 @@ from ._sm90 import (
     CHUNK,
     CHUNK_FIRST_TOKEN,
     CHUNK_ROWS,
+    GRADIENT_ROWS,
     HEAD_DIM,
-    NORM_KEY,
     ROW_DECAY,
+    ROW_SINCE,
     ROW_STRENGTH,
+    ROW_UNTIL,
     STRONGEST_GATE,
+    UNFACTORED,
     VALUE_TILE,
     VANISHING,
     WARP,
@@ -220,15 +223,23 @@ def multiply_pairs(t, r, slot, source):
 
 
 @T.macro
-def weigh(thread, t, r, slot, staged):
+def weigh(thread, t, r, staged):
     """r.weights: decay from a token, the column, to the same or a later one, the row, times norm and strength of the column."""
     for a in T.Parallel(CHUNK):
-        r.decay[a] = t.rows[staged, ROW_DECAY, a]
         r.gap[a] = distance(thread, a)
-    for a, c in T.Parallel(CHUNK, CHUNK):
-        is_read = r.gap[a] >= column_of_quad(c)
-        since = T.exp2(T.Select(is_read, r.decay[a] - t.rows[staged, ROW_DECAY, c], VANISHING))
-        r.weights[a, c] = since * (t.norms[slot, NORM_KEY, c] * t.rows[staged, ROW_STRENGTH, c])
+    if t.rows[staged, ROW_SINCE, 0] != UNFACTORED:
+        for a in T.Parallel(CHUNK):
+            r.decay[a] = t.rows[staged, ROW_SINCE, a]
+        for a, c in T.Parallel(CHUNK, CHUNK):
+            is_read = r.gap[a] >= column_of_quad(c)
+            r.weights[a, c] = T.Select(is_read, r.decay[a] * t.rows[staged, ROW_UNTIL, c], 0.0)
+    else:
+        for a in T.Parallel(CHUNK):
+            r.decay[a] = t.rows[staged, ROW_DECAY, a]
+        for a, c in T.Parallel(CHUNK, CHUNK):
+            is_read = r.gap[a] >= column_of_quad(c)
+            since = T.exp2(T.Select(is_read, r.decay[a] - t.rows[staged, ROW_DECAY, c], VANISHING))
+            r.weights[a, c] = since * t.rows[staged, ROW_UNTIL, c]
 
 
 @T.macro
@@ -279,7 +290,7 @@ def pair_head(thread, t, b, r, works, heads, rows, scale):
     """
     slot, staged = same_slot(works), heads % SLOTS
     wait(b.rows_ready, staged, phase(heads, SLOTS))
-    weigh(thread, t, r, slot, staged)
+    weigh(thread, t, r, staged)
     wait(b.errors_ready, 0, phase(heads, 1))
     T.clear(r.pairs)
     for turn in T.serial(SOURCES):
@@ -370,7 +381,7 @@ def load_head(thread, t, b, slot, head, token, heads, dout, dv, errors, row_scal
     """Tiles of a head but states, in the order in which they are wanted."""
     staged = heads % SLOTS
     wait(b.rows_free, staged, phase_before(heads, SLOTS))
-    T.tma_copy(row_scales[slot, head, :, :], t.rows[staged, :, :], barrier=b.rows_ready[staged])
+    T.tma_copy(row_scales[slot, head, :GRADIENT_ROWS, :], t.rows[staged, :, :], barrier=b.rows_ready[staged])
     arrive(b.rows_ready, staged, thread)
     wait(b.errors_free, 0, phase_before(heads, 1))
     for half in BOTH_HALVES:

@@ -3,7 +3,7 @@
 import tilelang.language as T
 
 from ._backward_scan_tiles import phase, phase_before
-from ._sm90 import BACKWARD_GRADIENTS, CHUNK, HEAD_DIM, NORM_VECTORS, ROW_VECTORS, VALUE_TILE, WARP
+from ._sm90 import BACKWARD_GRADIENTS, CHUNK, GRADIENT_ROWS, HEAD_DIM, NORM_VECTORS, VALUE_TILE, WARP
 from ._tile import Group, alloc_barriers
 from .protocol import Barriers as BarrierSlots
 from .protocol import Protocol, arrive, done, read, wait, write
@@ -33,7 +33,7 @@ class Tiles(Group):
     def __init__(self, dtype):
         self.tokens = T.alloc_shared((SLOTS * SOURCES, CHUNK, HEAD_DIM), dtype)
         self.norms = T.alloc_shared((SLOTS, NORM_VECTORS, CHUNK), "float32")
-        self.rows = T.alloc_shared((SLOTS, ROW_VECTORS, CHUNK), "float32")
+        self.rows = T.alloc_shared((SLOTS, GRADIENT_ROWS, CHUNK), "float32")
         self.values = T.alloc_shared(((1 + SOURCES) * HALVES, CHUNK, VALUE_TILE), dtype)
         self.squares = T.alloc_shared((2 * HALVES, VALUE_TILE, HEAD_DIM), dtype)
         self.pairs = T.alloc_shared((SLOTS * SOURCES, CHUNK, CHUNK), dtype)

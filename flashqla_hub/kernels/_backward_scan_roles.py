@@ -2,12 +2,13 @@
 
 import tilelang.language as T
 
-from ._backward_scan_tiles import STAGES, phase, phase_before
+from ._backward_scan_tiles import DECAY, ERROR, QUERY, READ, SINCE, STAGES, TAKE, WRITE, phase, phase_before
 from ._sm90 import (
     CHUNK,
     END_FINAL,
     END_STATE,
     END_TRANSITION,
+    FIRST_SCAN_ROW,
     HALF_CHUNK,
     HEAD_DIM,
     ITEM_CHUNKS,
@@ -21,22 +22,19 @@ from ._sm90 import (
     PAIR_COLUMN,
     PAIR_REFERENCE,
     PAIR_ROW,
-    ROW_DECAY,
-    ROW_ERROR,
-    ROW_QUERY,
-    ROW_READ,
-    ROW_TAKE,
-    ROW_WRITE,
     START_IDENTITY,
     START_INITIAL,
     START_STATE,
+    UNFACTORED,
     VALUE_TILE,
     VANISHING,
+    WARP,
     WARPGROUP,
 )
 from ._tile import arrive, wait
 
-MEETING = 1  # named barrier of the state warpgroup
+MEETING, READ_MEETING = 1, 2  # named barriers: of the warpgroup that has the state, of the one that makes what is read
+QUAD = 4  # threads that share a row of an accumulator
 FLOAT32 = "float32"
 PLAIN, TURNED = 0, 2  # parts of a stored transition: rows by the value it comes from, or by the one it goes to
 HIGH, LOW = 0, 1  # each in two parts of 16 bits
@@ -159,7 +157,6 @@ def clear_tail(dtype, t, stage, rows):
 def publish_state(thread, t, b, r, trip):
     wait(b.state_free, 0, phase_before(trip, 1))
     T.copy(r.S_in, t.state)
-    T.fence_proxy_async()
     arrive(b.state_ready, 0, thread)
 
 
@@ -167,10 +164,9 @@ def publish_state(thread, t, b, r, trip):
 def publish_errors(thread, t, b, r, stage, trip):
     """The errors of a chunk, which r.W is but for a scale of each."""
     for a, c in T.Parallel(VALUE_TILE, CHUNK):
-        r.o[c, a] = r.W[a, c] * t.rows[stage, ROW_ERROR, c]
+        r.o[c, a] = r.W[a, c] * t.rows[stage, ERROR, c]
     wait(b.values_free, 0, phase_before(trip, 1))
     T.copy(r.o, t.out)
-    T.fence_proxy_async()
     arrive(b.values_ready, 0, thread)
 
 
@@ -183,7 +179,6 @@ def publish_values(thread, t, b, r, trip):
         r.o[HALF_CHUNK + c, a] = r.dv[1][a, c]
     wait(b.values_free, 0, phase_before(trip, 1))
     T.copy(r.o, t.out)
-    T.fence_proxy_async()
     arrive(b.values_ready, 0, thread)
 
 
@@ -199,7 +194,7 @@ def take_values(t, b, r, i, chunks):
 def subtract_read(t, r, stage, first, Z):
     """Half of Z: V without what the state holds for the keys, from token `first` of the chunk on."""
     for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
-        Z[a, c] = r.v[first + c, a] - r.W[a, first + c] * t.rows[stage, ROW_READ, first + c]
+        Z[a, c] = r.v[first + c, a] - r.W[a, first + c] * t.rows[stage, READ, first + c]
 
 
 @T.macro
@@ -229,7 +224,7 @@ def advance_state(thread, dtype, t, b, r, item, i, has_outputs):
         if rows < CHUNK:
             clear_tail(dtype, t, stage, rows)
     T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True)
-    decay = T.exp2(t.rows[stage, ROW_DECAY, CHUNK - 1])
+    decay = T.exp2(t.rows[stage, DECAY, CHUNK - 1])
     if has_outputs:
         publish_state(thread, t, b, r, i - item[ITEM_SILENT])
     T.wait_wgmma(0)
@@ -245,7 +240,7 @@ def advance_state(thread, dtype, t, b, r, item, i, has_outputs):
         r.S[a, c] *= decay
     T.wait_wgmma(0)
     for a, c in T.Parallel(VALUE_TILE, CHUNK):
-        r.N[a, c] = r.W[a, c] * t.rows[stage, ROW_WRITE, c]
+        r.N[a, c] = r.W[a, c] * t.rows[stage, WRITE, c]
     T.wgmma_gemm(r.N, t.k[stage, :, :], r.S)
     if has_outputs:
         publish_errors(thread, t, b, r, stage, i - item[ITEM_SILENT])
@@ -273,23 +268,20 @@ def carry_state(thread, dtype, t, b, r, item):
 
 
 @T.macro
-def take_gradients(t, b, r, i, chunks):
-    """do of chunk i, and do times the scales of its queries, in registers before it is its turn."""
-    chunk = T.min(i, chunks - 1)
-    take_values(t, b, r, i, chunks)
+def publish_reads(thread, t, b, r, i):
+    """What is read of the i-th chunk's writes to shared memory, a thread's numbers at the place of the thread that wants them."""
+    wait(b.reads_free, 0, phase_before(i, 1))
     for a, c in T.Parallel(VALUE_TILE, CHUNK):
-        r.do[a, c] = r.v[c, a]
-    for a, c in T.Parallel(VALUE_TILE, CHUNK):
-        r.query_do[a, c] = T.cast(r.do[a, c], FLOAT32) * t.rows[chunk % STAGES, ROW_QUERY, c]
+        t.reads[c // 8 * 2 + a % 16 // 8, a // 16 * WARP + a % 8 * QUAD + c % 8 // 2, c % 2] = r.read[a, c]
+    T.fence_proxy_async()
+    arrive(b.reads_ready, 0, thread)
 
 
 @T.macro
-def clear_gradients(dtype, r, rows):
-    """Zeros for do of no token; the last chunk is the first here."""
+def take_reads(thread, t, b, r):
     for a, c in T.Parallel(VALUE_TILE, CHUNK):
-        r.do[a, c] = T.Select(c < rows, r.do[a, c], T.cast(0, dtype))
-    for a, c in T.Parallel(VALUE_TILE, CHUNK):
-        r.query_do[a, c] = T.Select(c < rows, r.query_do[a, c], T.cast(0, dtype))
+        r.read[a, c] = t.reads[c // 8 * 2 + a % 16 // 8, a // 16 * WARP + a % 8 * QUAD + c % 8 // 2, c % 2]
+    arrive(b.reads_free, 0, thread)
 
 
 @T.macro
@@ -301,33 +293,33 @@ def advance_gradient(thread, dtype, t, b, r, item, i, lead, has_outputs):
         for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
             r.S[a, c] *= lead[0]
     T.copy(r.S, r.S_in)
-    decay = t.rows[stage, ROW_DECAY, CHUNK - 1]
+    wait(b.chunk_ready, stage, phase(i, STAGES))
+    decay = t.rows[stage, DECAY, CHUNK - 1]
     if dtype == "float16":
-        decay = decay - t.rows[stage, ROW_DECAY, 0]
-        lead[0] = T.exp2(t.rows[stage, ROW_DECAY, 0])
+        decay = decay - t.rows[stage, DECAY, 0]
+        lead[0] = T.exp2(t.rows[stage, DECAY, 0])
     decay = T.exp2(decay)
     for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
         r.S[a, c] *= decay
     T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True)
-    wait(b.scores_ready, stage, phase(i, STAGES))
-    T.wgmma_gemm(r.do, t.scores[stage, :, :], r.read, clear_accum=True)
-    T.wgmma_gemm(r.query_do, t.q[stage, :, :], r.S)
+    wait(b.reads_ready, 0, phase(i, 1))
+    T.wgmma_gemm(t.do[stage, :, :], t.q[stage, :, :], r.S, transpose_A=True)
     if has_outputs:
         publish_state(thread, t, b, r, i - item[ITEM_SILENT])
+    take_reads(thread, t, b, r)
     T.wait_wgmma(1)
     for a, c in T.Parallel(VALUE_TILE, CHUNK):
-        r.Z[a, c] = r.read[a, c] + r.W[a, c] * t.rows[stage, ROW_WRITE, c]
+        r.Z[a, c] = r.read[a, c] + r.W[a, c] * t.rows[stage, WRITE, c]
     T.wgmma_gemm(r.Z, t.solve[stage, CHUNK:, :], r.dv[0], clear_accum=True)
     T.wgmma_gemm(r.Z, t.solve[stage, :CHUNK, :], r.dv[1], clear_accum=True)
     T.wait_wgmma(0)
     for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
-        r.N[a, c] = -r.dv[0][a, c] * t.rows[stage, ROW_TAKE, c]
+        r.N[a, c] = -r.dv[0][a, c] * t.rows[stage, TAKE, c]
     for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
-        r.N[a, HALF_CHUNK + c] = -r.dv[1][a, c] * t.rows[stage, ROW_TAKE, HALF_CHUNK + c]
+        r.N[a, HALF_CHUNK + c] = -r.dv[1][a, c] * t.rows[stage, TAKE, HALF_CHUNK + c]
     T.wgmma_gemm(r.N, t.k[stage, :, :], r.S)
     if has_outputs:
         publish_values(thread, t, b, r, i - item[ITEM_SILENT])
-    take_gradients(t, b, r, i + 1, item[ITEM_CHUNKS])
     T.wait_wgmma(0)
     arrive(b.chunk_free, stage, thread)
 
@@ -340,10 +332,9 @@ def carry_gradient(thread, dtype, t, b, r, item, lead):
     """
     clear_quarters(dtype, t)
     if item[ITEM_CHUNKS] > 0:
-        take_gradients(t, b, r, 0, item[ITEM_CHUNKS])
         if item[ITEM_LAST_ROWS] < CHUNK:
+            wait(b.chunk_ready, 0, 0)
             clear_tail(dtype, t, 0, item[ITEM_LAST_ROWS])
-            clear_gradients(dtype, r, item[ITEM_LAST_ROWS])
     for i in T.serial(item[ITEM_SILENT]):
         advance_gradient(thread, dtype, t, b, r, item, i, lead, False)
     for more in T.serial(outputs_of(item)):
@@ -351,28 +342,52 @@ def carry_gradient(thread, dtype, t, b, r, item, lead):
 
 
 @T.macro
-def make_scores(thread, dtype, t, b, r, item):
-    """What a chunk's queries read of its writes, ahead of the warpgroup that needs it."""
+def weigh_scores(t, r, stage):
+    """r.scores: what queries read of writes, with decays and norms; nothing of later tokens."""
+    for a in T.Parallel(CHUNK):
+        r.row[a] = t.pair_rows[stage, PAIR_ROW, a]
+    if t.rows[stage, SINCE, 0] != UNFACTORED:
+        for a in T.Parallel(CHUNK):
+            r.row[a] *= t.rows[stage, SINCE, a]
+        T.wait_wgmma(0)
+        for a, c in T.Parallel(CHUNK, CHUNK):
+            r.scores[a, c] *= T.Select(a >= c, r.row[a] * t.pair_rows[stage, PAIR_COLUMN, c], 0.0)
+    else:
+        for a in T.Parallel(CHUNK):
+            r.decay[a] = t.rows[stage, DECAY, a]
+        T.wait_wgmma(0)
+        for a, c in T.Parallel(CHUNK, CHUNK):
+            since = T.exp2(T.Select(a >= c, r.decay[a] - t.pair_rows[stage, PAIR_REFERENCE, c], VANISHING))
+            r.scores[a, c] *= r.row[a] * (since * t.pair_rows[stage, PAIR_COLUMN, c])
+
+
+@T.macro
+def make_reads(thread, dtype, t, b, r, item):
+    """P^T dO of each chunk, ahead of the warpgroup that needs it, and then query dO in the place of dO."""
     rows = T.alloc_var("int32")
     for i in T.serial(item[ITEM_CHUNKS]):
         stage = i % STAGES
         rows = T.Select(i == 0, item[ITEM_LAST_ROWS], CHUNK)
         wait(b.chunk_ready, stage, phase(i, STAGES))
         T.wgmma_gemm(t.q[stage, :, :], t.k[stage, :, :], r.scores, transpose_B=True, clear_accum=True)
-        for a in T.Parallel(CHUNK):
-            r.decay[a] = t.rows[stage, ROW_DECAY, a]
-            r.row[a] = t.pair_rows[stage, PAIR_ROW, a]
-        T.wait_wgmma(0)
-        for a, c in T.Parallel(CHUNK, CHUNK):
-            since = T.exp2(T.Select(a >= c, r.decay[a] - t.pair_rows[stage, PAIR_REFERENCE, c], VANISHING))
-            r.scores[a, c] *= r.row[a] * (since * t.pair_rows[stage, PAIR_COLUMN, c])
-        if rows < CHUNK:  # the other roles are clearing these rows of k and q, and any number may have been there
+        weigh_scores(t, r, stage)
+        if rows < CHUNK:
+            # The other role is clearing these rows of k and q, and any number may be there.
             for a, c in T.Parallel(CHUNK, CHUNK):
                 r.scores[a, c] = T.Select(T.max(a, c) < rows, r.scores[a, c], 0.0)
+            for a, c in T.Parallel(CHUNK, VALUE_TILE):
+                if a >= rows:
+                    t.do[stage, a, c] = T.cast(0, dtype)
         for a, c in T.Parallel(CHUNK, CHUNK):
-            t.scores[stage, a, c] = T.cast(r.scores[a, c], dtype)
+            t.scores[a, c] = T.cast(r.scores[a, c], dtype)
         T.fence_proxy_async()
-        arrive(b.scores_ready, stage, thread)
+        T.sync_threads(READ_MEETING, WARPGROUP)
+        T.wgmma_gemm(t.do[stage, :, :], t.scores, r.read, transpose_A=True, clear_accum=True)
+        T.wait_wgmma(0)
+        T.sync_threads(READ_MEETING, WARPGROUP)
+        for a, c in T.Parallel(CHUNK, VALUE_TILE):
+            t.do[stage, a, c] = T.cast(t.do[stage, a, c], FLOAT32) * t.rows[stage, QUERY, a]
+        publish_reads(thread, t, b, r, i)
 
 
 @T.macro
@@ -383,18 +398,11 @@ def load_tile(t, b, stage, source, token, head, column):
 
 
 @T.macro
-def load_chunk(thread, t, b, stage, token, slot, head, key_head, column, k, values, solve, row_scales, has_values):
+def load_chunk(thread, t, b, stage, token, slot, head, key_head, k, solve, row_scales):
     """What both directions read of a chunk; the caller arrives."""
     T.tma_copy(k[token : token + CHUNK, key_head, :], t.k[stage, :, :], barrier=b.chunk_ready[stage])
     T.tma_copy(solve[slot, head, :, :], t.solve[stage, HALF_CHUNK:, :], barrier=b.chunk_ready[stage])
-    T.tma_copy(row_scales[slot, head, :, :], t.rows[stage, :, :], barrier=b.chunk_ready[stage])
-    if has_values:
-        if stage == 0:
-            load_tile(t, b, 0, values, token, head, column)
-        elif stage == 1:
-            load_tile(t, b, 1, values, token, head, column)
-        else:
-            load_tile(t, b, 2, values, token, head, column)
+    T.tma_copy(row_scales[slot, head, FIRST_SCAN_ROW:, :], t.rows[stage, :, :], barrier=b.chunk_ready[stage])
 
 
 @T.macro
@@ -418,8 +426,14 @@ def load_forward(thread, t, b, item, head, key_head, column, k, v, solve, row_sc
         stage = i % STAGES
         token, slot = item[ITEM_FIRST_TOKEN] + i * CHUNK, item[ITEM_FIRST_SLOT] + i
         wait(b.chunk_free, stage, phase_before(i, STAGES))
-        has_values = item[ITEM_START] != START_IDENTITY
-        load_chunk(thread, t, b, stage, token, slot, head, key_head, column, k, v, solve, row_scales, has_values)
+        load_chunk(thread, t, b, stage, token, slot, head, key_head, k, solve, row_scales)
+        if item[ITEM_START] != START_IDENTITY:
+            if stage == 0:
+                load_tile(t, b, 0, v, token, head, column)
+            elif stage == 1:
+                load_tile(t, b, 1, v, token, head, column)
+            else:
+                load_tile(t, b, 2, v, token, head, column)
         arrive(b.chunk_ready, stage, thread)
 
 
@@ -429,7 +443,12 @@ def load_reverse(thread, t, b, item, head, key_head, column, q, k, dout, solve, 
         stage, index = i % STAGES, item[ITEM_CHUNKS] - 1 - i
         token, slot = item[ITEM_FIRST_TOKEN] + index * CHUNK, item[ITEM_FIRST_SLOT] + index
         wait(b.chunk_free, stage, phase_before(i, STAGES))
-        load_chunk(thread, t, b, stage, token, slot, head, key_head, column, k, dout, solve, row_scales, True)
+        load_chunk(thread, t, b, stage, token, slot, head, key_head, k, solve, row_scales)
+        T.tma_copy(
+            dout[token : token + CHUNK, head, column : column + VALUE_TILE],
+            t.do[stage, :, :],
+            barrier=b.chunk_ready[stage],
+        )
         T.tma_copy(q[token : token + CHUNK, key_head, :], t.q[stage, :, :], barrier=b.chunk_ready[stage])
         T.tma_copy(pair_scales[slot, head, :, :], t.pair_rows[stage, :, :], barrier=b.chunk_ready[stage])
         arrive(b.chunk_ready, stage, thread)
@@ -441,6 +460,7 @@ def store_states(thread, t, b, item, head, half, is_reverse, states):
     for i in T.serial(outputs_of(item)):
         slot = item[ITEM_FIRST_SLOT] + T.Select(is_reverse, outputs_of(item) - 1 - i, item[ITEM_SILENT] + i)
         wait(b.state_ready, 0, phase(i, 1))
+        T.fence_proxy_async()  # here, where it holds up nobody who computes: it orders what the wait has seen
         T.tma_copy(t.state, states[slot, head, half, :, :])
         T.tma_store_wait(0)
         arrive(b.state_free, 0, thread)
@@ -450,6 +470,7 @@ def store_states(thread, t, b, item, head, half, is_reverse, states):
 def store_errors(thread, t, b, item, head, half, errors):
     for i in T.serial(outputs_of(item)):
         wait(b.values_ready, 0, phase(i, 1))
+        T.fence_proxy_async()  # here, where it holds up nobody who computes: it orders what the wait has seen
         T.tma_copy(t.out, errors[item[ITEM_FIRST_SLOT] + item[ITEM_SILENT] + i, head, half, :, :])
         T.tma_store_wait(0)
         arrive(b.values_free, 0, thread)
@@ -462,6 +483,7 @@ def store_value_gradients(thread, lane, t, b, item, head, column, dv):
         token = item[ITEM_FIRST_TOKEN] + (outputs_of(item) - 1 - i) * CHUNK
         rows = T.Select(T.And(i == 0, item[ITEM_SILENT] == 0), item[ITEM_LAST_ROWS], CHUNK)
         wait(b.values_ready, 0, phase(i, 1))
+        T.fence_proxy_async()  # here, where it holds up nobody who computes: it orders what the wait has seen
         if rows >= CHUNK:
             T.tma_copy(t.out, dv[token : token + CHUNK, head, column : column + VALUE_TILE])
             T.tma_store_wait(0)

@@ -2,17 +2,32 @@
 
 import tilelang.language as T
 
-from ._sm90 import BACKWARD_SCAN, CHUNK, HALF_CHUNK, HEAD_DIM, ITEM_WORDS, PAIR_VECTORS, ROW_VECTORS, VALUE_TILE
+from ._sm90 import (
+    BACKWARD_SCAN,
+    CHUNK,
+    HALF_CHUNK,
+    HEAD_DIM,
+    ITEM_WORDS,
+    PAIR_VECTORS,
+    SCAN_ROWS,
+    VALUE_TILE,
+    WARPGROUP,
+)
 from ._tile import Group, alloc_barriers
 from .protocol import Barriers as BarrierSlots
 from .protocol import Protocol, arrive, done, read, wait, write
 from .protocol import Tiles as TileSlots
 
 STAGES = BACKWARD_SCAN.stages
+DECAY, SINCE, READ, WRITE, QUERY, TAKE, ERROR = range(SCAN_ROWS)
+"""Places of the row scales that the scans read, in the order of ROW_*."""
 
 
 class Tiles(Group):
-    """Shared memory of either direction; `values` holds v or do, `out` the errors or dv."""
+    """Shared memory of either direction; `out` holds the errors or dv.
+
+    Only the reverse has `q`, `do`, `scores` and `reads`, only the other `values`, which hold v.
+    """
 
     suffix = "_smem"
 
@@ -23,8 +38,11 @@ class Tiles(Group):
         self.values = [T.alloc_shared((CHUNK, VALUE_TILE), dtype) for _ in range(STAGES)]
         # Columns 32 to 63 above columns 0 to 31. The first 32 rows are the upper right quarter: zeros, which stay.
         self.solve = T.alloc_shared((STAGES, 2 * CHUNK, HALF_CHUNK), dtype)
-        self.scores = T.alloc_shared((STAGES, CHUNK, CHUNK), dtype)
-        self.rows = T.alloc_shared((STAGES, ROW_VECTORS, CHUNK), "float32")
+        self.do = T.alloc_shared((STAGES, CHUNK, VALUE_TILE), dtype)
+        self.scores = T.alloc_shared((CHUNK, CHUNK), dtype)
+        # An accumulator [VALUE_TILE, CHUNK] as its threads hold it: pairs of numbers by place and thread.
+        self.reads = T.alloc_shared((VALUE_TILE * CHUNK // WARPGROUP // 2, WARPGROUP, 2), "float32")
+        self.rows = T.alloc_shared((STAGES, SCAN_ROWS, CHUNK), "float32")
         self.pair_rows = T.alloc_shared((STAGES, PAIR_VECTORS, CHUNK), "float32")
         self.state = T.alloc_shared((VALUE_TILE, HEAD_DIM), dtype)
         self.out = T.alloc_shared((CHUNK, VALUE_TILE), dtype)
@@ -48,7 +66,6 @@ class StateRegisters(Group):
         self.S_in = T.alloc_fragment((VALUE_TILE, HEAD_DIM), dtype)
         self.W = T.alloc_fragment((VALUE_TILE, CHUNK), "float32")
         self.N = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
-        self.v = T.alloc_fragment((CHUNK, VALUE_TILE), dtype)
         self.o = T.alloc_fragment((CHUNK, VALUE_TILE), dtype)
         self.high = [T.alloc_fragment((VALUE_TILE, VALUE_TILE), dtype) for _ in range(2)]
         self.low = [T.alloc_fragment((VALUE_TILE, VALUE_TILE), dtype) for _ in range(2)]
@@ -59,6 +76,7 @@ class ForwardRegisters(StateRegisters):
 
     def __init__(self, dtype):
         super().__init__(dtype, "_ahead")
+        self.v = T.alloc_fragment((CHUNK, VALUE_TILE), dtype)
         self.Z = [T.alloc_fragment((VALUE_TILE, HALF_CHUNK), dtype) for _ in range(2)]
         self.low_S = T.alloc_fragment((VALUE_TILE, HEAD_DIM), dtype)
         self.squares = T.alloc_fragment((VALUE_TILE,), "float32")
@@ -72,17 +90,16 @@ class GradientRegisters(StateRegisters):
         self.Z = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
         self.dv = [T.alloc_fragment((VALUE_TILE, HALF_CHUNK), "float32") for _ in range(2)]
         self.read = T.alloc_fragment((VALUE_TILE, CHUNK), "float32")
-        self.do = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
-        self.query_do = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
 
 
-class ScoreRegisters(Group):
-    """Of the warpgroup that makes the scores of the reverse direction."""
+class ReadRegisters(Group):
+    """Of the warpgroup that makes what is read of writes, for the reverse direction."""
 
-    suffix = "_scores"
+    suffix = "_reads"
 
     def __init__(self):
         self.scores = T.alloc_fragment((CHUNK, CHUNK), "float32")
+        self.read = T.alloc_fragment((VALUE_TILE, CHUNK), "float32")
         self.decay = T.alloc_fragment((CHUNK,), "float32")
         self.row = T.alloc_fragment((CHUNK,), "float32")
 
@@ -103,41 +120,44 @@ def _links(trips):
 
 
 def _carry(trips):
-    """The reverse direction; the other uses the same tiles and barriers in the same order, but no scores."""
+    """The reverse direction; the other uses the same tiles and barriers in the same order, but nothing of `reads`."""
     warps = BACKWARD_SCAN.state.warps
     for i in range(_links(trips)):
         yield wait("link_ready", 0, phase(i, 1))
         yield read("link", 0, i)
         yield done("link", 0, i)
         yield arrive("link_free", 0, warps)
-    if trips:
-        yield wait("chunk_ready", 0, phase(0, STAGES))
-    for i in range(trips):
-        stage, coming = i % STAGES, min(i + 1, trips - 1)
-        yield read("chunk", stage, i)
-        yield wait("scores_ready", stage, phase(i, STAGES))
-        yield read("scores", stage, i)
-        yield wait("state_free", 0, phase_before(i, 1))
-        yield write("state", 0, i)
-        yield arrive("state_ready", 0, warps)
-        yield wait("values_free", 0, phase_before(i, 1))
-        yield write("out", 0, i)
-        yield arrive("values_ready", 0, warps)
-        yield wait("chunk_ready", coming % STAGES, phase(coming, STAGES))
-        yield done("scores", stage, i)
-        yield done("chunk", stage, i)
-        yield arrive("chunk_free", stage, warps)
-
-
-def _make_scores(trips):
-    """Its place is free when the chunk is there: who reads the scores lets the chunk before go after them."""
     for i in range(trips):
         stage = i % STAGES
         yield wait("chunk_ready", stage, phase(i, STAGES))
         yield read("chunk", stage, i)
-        yield write("scores", stage, i)
+        yield wait("reads_ready", 0, phase(i, 1))
+        yield read("scaled", stage, i)
+        yield wait("state_free", 0, phase_before(i, 1))
+        yield write("state", 0, i)
+        yield arrive("state_ready", 0, warps)
+        yield read("reads", 0, i)
+        yield done("reads", 0, i)
+        yield arrive("reads_free", 0, warps)
+        yield wait("values_free", 0, phase_before(i, 1))
+        yield write("out", 0, i)
+        yield arrive("values_ready", 0, warps)
+        yield done("scaled", stage, i)
         yield done("chunk", stage, i)
-        yield arrive("scores_ready", stage, BACKWARD_SCAN.scores.warps)
+        yield arrive("chunk_free", stage, warps)
+
+
+def _make_reads(trips):
+    """Where it scales do is free when the chunk is there: who reads that lets the chunk before go after it."""
+    for i in range(trips):
+        stage = i % STAGES
+        yield wait("chunk_ready", stage, phase(i, STAGES))
+        yield read("chunk", stage, i)
+        yield write("scaled", stage, i)
+        yield done("chunk", stage, i)
+        yield wait("reads_free", 0, phase_before(i, 1))
+        yield write("reads", 0, i)
+        yield arrive("reads_ready", 0, BACKWARD_SCAN.reads.warps)
 
 
 def _load(trips):
@@ -173,14 +193,15 @@ BACKWARD_SCAN_PROTOCOL = Protocol(
     },
     tiles={
         "link": TileSlots(1, ("carry",)),  # a transition, in the places of keys and queries
-        "chunk": TileSlots(STAGES, ("carry", "scores")),
-        "scores": TileSlots(STAGES, ("carry",)),
+        "chunk": TileSlots(STAGES, ("carry", "make_reads")),
+        "scaled": TileSlots(STAGES, ("carry",)),  # the chunk's do, in its place
+        "reads": TileSlots(1, ("carry",)),
         "state": TileSlots(1, ("store_state",)),
         "out": TileSlots(1, ("store_values",)),
     },
     roles={
         "carry": _carry,
-        "scores": _make_scores,
+        "make_reads": _make_reads,
         "load": _load,
         "store_state": _store("state", "state"),
         "store_values": _store("out", "values"),

@@ -8,6 +8,9 @@ is certified: the next segment replays the window, any other next segment links 
     reverse     dS = dS_j + M_j^T dS behind        dS_j: from zero, the last segment's from the final gradient
 
 Blocks that make S_j, M_j and dS_j run in a launch of their own, beforehand, and leave `forgets`.
+
+Without links nobody makes states: where a segment's window is not certified, or longer than a quarter of a segment, the block
+of the segment before it walks on, and its own block does nothing. A head that never forgets is walked by one block.
 """
 
 import tilelang.language as T
@@ -49,6 +52,7 @@ from ._sm90 import (
 FORWARD, REVERSE = 0, 1
 MAKERS = 3  # blocks, twice, that make a segment's state, its transition and the gradient of its state
 MAKE_STATE, MAKE_TRANSITION, MAKE_GRADIENT = range(MAKERS)
+PARTS_OF_REPLAY = 4  # without links a replay is at most this part of a segment
 
 
 @T.macro
@@ -123,6 +127,38 @@ def place_item(item, segment, low, high, head, row):
 
 
 @T.macro
+def walk_on(item, found, segment, edge, head, direction, write_dinitial, segment_chunks, longest, bound, lane):
+    """item[...] <- more chunks: those of the segments behind `edge`, the own segment's end, up to the first that is replayed."""
+    chunks, count, first, further, end = (T.alloc_var("int32") for _ in range(5))
+    chunks, end = segment[SEGMENT_CHUNKS], edge
+    further = 1
+    for _ in T.serial(T.truncdiv(chunks, segment_chunks)):
+        if T.And(further != 0, T.And(end > 0, end < chunks)):
+            if direction == FORWARD:
+                count = T.min(end, longest)
+                first = segment[SEGMENT_FIRST_SLOT] + end - 1
+            else:
+                count = T.min(chunks - end, longest)
+                first = segment[SEGMENT_FIRST_SLOT] + end
+            measure_window(found, bound, head, first, T.Select(direction == FORWARD, -1, 1), count, lane)
+            if found[0] <= count:
+                further = 0
+            elif direction == FORWARD:
+                count = T.min(segment_chunks, chunks - end)
+                item[ITEM_CHUNKS] += count
+                end += count
+            else:
+                item[ITEM_CHUNKS] += segment_chunks
+                item[ITEM_FIRST_TOKEN] -= segment_chunks * CHUNK
+                item[ITEM_FIRST_SLOT] -= segment_chunks
+                end -= segment_chunks
+    if direction == FORWARD:
+        item[ITEM_LAST_ROWS] = T.min(CHUNK, segment[SEGMENT_TOKENS] - (end - 1) * CHUNK)
+    else:
+        item[ITEM_END] = T.Select(T.And(end == 0, write_dinitial != 0), END_FINAL, END_NOTHING)
+
+
+@T.macro
 def describe_outputs(
     item,
     segment,
@@ -132,6 +168,7 @@ def describe_outputs(
     has_start,
     write_dinitial,
     segment_chunks,
+    has_links,
     value_heads,
     bound,
     forgets,
@@ -144,19 +181,22 @@ def describe_outputs(
     """
     found = T.alloc_local((1,), "int32")
     low, high, chunks, count, first, stride = (T.alloc_var("int32") for _ in range(6))
+    longest, edge = T.alloc_var("int32"), T.alloc_var("int32")
     chunks = segment[SEGMENT_CHUNKS]
     low = segment[SEGMENT_INDEX] * segment_chunks
     high = T.min(low + segment_chunks, chunks)
+    longest = T.Select(has_links != 0, segment_chunks, T.max(1, T.truncdiv(segment_chunks, PARTS_OF_REPLAY)))
+    edge = T.Select(direction == FORWARD, high, low)
     place_item(item, segment, low, high, head, row)
     if segment[SEGMENT_INDEX] < 0:
         item[ITEM_CHUNKS] = 0
     else:
         if direction == FORWARD:
-            count = T.min(low, segment_chunks)
+            count = T.min(low, longest)
             first = segment[SEGMENT_FIRST_SLOT] + low - 1
             stride = -value_heads
         else:
-            count = T.min(chunks - high, segment_chunks)
+            count = T.min(chunks - high, longest)
             first = segment[SEGMENT_FIRST_SLOT] + high
             stride = value_heads
             item[ITEM_END] = T.Select(T.And(low == 0, write_dinitial != 0), END_FINAL, END_NOTHING)
@@ -173,6 +213,9 @@ def describe_outputs(
                 place_item(item, segment, low, high, head, row)
                 item[ITEM_END] = first
                 item[ITEM_SILENT] = found[0]
+            elif has_links == 0:
+                item[ITEM_CHUNKS] = 0
+                item[ITEM_END] = END_NOTHING
             else:
                 count = T.truncdiv(chunks + segment_chunks - 1, segment_chunks) - 1 - segment[SEGMENT_INDEX]
                 count = T.Select(direction == FORWARD, segment[SEGMENT_INDEX], count)
@@ -180,6 +223,10 @@ def describe_outputs(
                 count_links(found, forgets, reach, row, stride, first, count, lane)
                 item[ITEM_START] = START_STATE
                 item[ITEM_LINKS] = found[0]
+        if T.And(has_links == 0, item[ITEM_CHUNKS] > 0):
+            walk_on(
+                item, found, segment, edge, head, direction, write_dinitial, segment_chunks, longest, bound, lane
+            )  # fmt: skip
 
 
 @T.macro

@@ -60,6 +60,9 @@ WRITE_SLACK = 2.0**-7
 WEAKEST_STRENGTH = 2.0**-32
 """A writing strength closer to zero than this counts as this where an error is to be had back from what it writes."""
 
+UNFACTORED = 3e38
+"""Stands where a factor of a row would be in a chunk whose decays do not split; no such factor is beyond 2^FACTORED_RANGE."""
+
 VANISHING = -1000.0
 """log2 of a decay that is zero in float32."""
 
@@ -214,8 +217,11 @@ SEGMENT_FIRST_TOKEN, SEGMENT_TOKENS, SEGMENT_FIRST_SLOT, SEGMENT_CHUNKS, SEGMENT
     SEGMENT_WORDS
 )
 
-ROW_VECTORS = 7  # float32 numbers of a token and value head that the backward kernels share
-ROW_DECAY, ROW_STRENGTH, ROW_READ, ROW_WRITE, ROW_QUERY, ROW_TAKE, ROW_ERROR = range(ROW_VECTORS)
+ROW_VECTORS = 9  # float32 numbers of a token and value head that the backward kernels share
+ROW_STRENGTH, ROW_UNTIL, ROW_DECAY, ROW_SINCE, ROW_READ, ROW_WRITE, ROW_QUERY, ROW_TAKE, ROW_ERROR = range(ROW_VECTORS)
+GRADIENT_ROWS = ROW_SINCE + 1  # the first of them, which the gradient kernel reads
+FIRST_SCAN_ROW = ROW_DECAY  # the first that the scans read
+SCAN_ROWS = ROW_VECTORS - FIRST_SCAN_ROW
 PAIR_VECTORS = 3  # of a token and value head, for the scores
 PAIR_REFERENCE, PAIR_COLUMN, PAIR_ROW = range(PAIR_VECTORS)
 NORM_VECTORS = 2  # of a token and key head
@@ -240,7 +246,7 @@ class BackwardScanLayout:
     stages: int = 3  # chunks in flight
     directions: int = 2  # states from first to last chunk, their gradients from last to first
     state: Role = Role(WARPS_PER_GROUP, 240)
-    scores: Role = Role(WARPS_PER_GROUP, 184)
+    reads: Role = Role(WARPS_PER_GROUP, 184)
     movers: Role = Role(WARPS_PER_GROUP, 80)  # a loader, two storers and an idle warp
 
     @property
@@ -249,7 +255,7 @@ class BackwardScanLayout:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        return self.state, self.scores, self.movers
+        return self.state, self.reads, self.movers
 
     @property
     def threads(self) -> int:
@@ -266,7 +272,8 @@ class BackwardScanLayout:
         return {
             "chunk_ready": 1,
             "chunk_free": warps,
-            "scores_ready": self.scores.warps,
+            "reads_ready": self.reads.warps,
+            "reads_free": warps,
             "state_ready": warps,
             "state_free": 1,
             "values_ready": warps,
@@ -277,14 +284,16 @@ class BackwardScanLayout:
 
     @property
     def barrier_slots(self) -> dict[str, int]:
-        staged = ("chunk_ready", "chunk_free", "scores_ready")
+        staged = ("chunk_ready", "chunk_free")
         return dict.fromkeys(self.arrivals, 1) | dict.fromkeys(staged, self.stages)
 
     def shared_memory(self, dtype: str) -> int:
         """Bytes of all tiles, before alignment."""
         wide, square = CHUNK * HEAD_DIM * BYTES[dtype], CHUNK * CHUNK * BYTES[dtype]
-        rows = (ROW_VECTORS + PAIR_VECTORS) * CHUNK * BYTES["float32"]
-        return self.stages * (2 * wide + 3 * square + rows) + wide + square + ITEM_WORDS * BYTES["int32"]
+        rows = (SCAN_ROWS + PAIR_VECTORS) * CHUNK * BYTES["float32"]
+        staged = self.stages * (2 * wide + 3 * square + rows)  # q, k, v, do, solve
+        reads = CHUNK * VALUE_TILE * BYTES["float32"]
+        return staged + reads + wide + 2 * square + ITEM_WORDS * BYTES["int32"]
 
 
 @dataclass(frozen=True)
@@ -344,7 +353,7 @@ class BackwardGradientLayout:
         wide, square = CHUNK * HEAD_DIM * BYTES[dtype], CHUNK * CHUNK * BYTES[dtype]
         row = CHUNK * BYTES["float32"]
         columns = self.column_groups * (CHUNK + self.column_padding) * BYTES["float32"]
-        slotted = 2 * wide + (NORM_VECTORS + ROW_VECTORS + self.parts) * row + 2 * square
+        slotted = 2 * wide + (NORM_VECTORS + GRADIENT_ROWS + self.parts) * row + 2 * square
         head = 3 * wide + 2 * HEAD_DIM * HEAD_DIM * BYTES[dtype]  # errors, dv, do; the state and its gradient
         return self.slots * slotted + head + columns
 

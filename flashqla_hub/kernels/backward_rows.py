@@ -13,6 +13,8 @@ has been rounded, so all of them use it as it is, p times what it should be: whe
                  bfloat16                              float16
     decay        G                                     G
     strength     b                                     b
+    since        2^(G - R), or UNFACTORED              UNFACTORED      with the next a pair's decay, norm and strength
+    until        2^(R - G) b / |k|, or b / |k|         b / |k|
     error        2^(G - r) |k| / (b p)                 1
     read         2^G / |k|                             2^G / |k|
     write        2^(G_end - r) / p, 0 without beta     2^(G_end - G) / |k| beta
@@ -26,7 +28,7 @@ has been rounded, so all of them use it as it is, p times what it should be: whe
 end has beta 0 and the decay of the last token. This kernel and `factor.py` find r from the same float32 numbers.
 
 Reads        q k [T, H, 128] if they are normalised, k too if sequences are cut · g beta [T, HV] f32 · chunks [slots, 4]
-Writes       row_scales [slots, HV, 7, C] f32 · pair_scales [slots, HV, 3, C] f32 · norms [slots, H, 2, C] f32 ·
+Writes       row_scales [slots, HV, 9, C] f32 · pair_scales [slots, HV, 3, C] f32 · norms [slots, H, 2, C] f32 ·
              bound [slots, HV] f32, that of `_segments.py`, if sequences are cut
 
 Blocks       slots * H, of four warps: half a warp a row of q or k, then a warp a value head of the key head in turns
@@ -54,12 +56,15 @@ from ._sm90 import (
     ROW_ERROR,
     ROW_QUERY,
     ROW_READ,
+    ROW_SINCE,
     ROW_STRENGTH,
     ROW_TAKE,
+    ROW_UNTIL,
     ROW_VECTORS,
     ROW_WRITE,
     STRONGEST_GATE,
     UNCERTAIN,
+    UNFACTORED,
     WARP,
     WEAKEST_STRENGTH,
     WRITE_SLACK,
@@ -157,13 +162,22 @@ def write_rows(dtype, t, gate, strength, row_scales, pair_scales, slot, head, sc
     for e in T.unroll(2):
         out[e] = never_zero(strength[e])
     store_pair(row_scales, slot, head, ROW_STRENGTH, out, lane)
+    reference[0] = last
+    factored[0] = 0
+    if dtype == "bfloat16":
+        find_reference(dtype, last, gate[0], gate[1], reference, factored)
+    for e in T.unroll(2):
+        own[e] = T.Select(factored[0] != 0, T.exp2(reference[0] - gate[e]), 1.0) * (out[e] * key[e])
+    store_pair(row_scales, slot, head, ROW_UNTIL, own, lane)
+    for e in T.unroll(2):
+        own[e] = T.Select(factored[0] != 0, T.exp2(gate[e] - reference[0]), UNFACTORED)
+    store_pair(row_scales, slot, head, ROW_SINCE, own, lane)
     if dtype == "float16":
         for e in T.unroll(2):
             own[e] = gate[e]
             column[e] = strength[e] * key[e]
             out[e] = 1.0
     else:
-        find_reference(dtype, last, gate[0], gate[1], reference, factored)
         for e in T.unroll(2):
             own[e] = T.Select(factored[0] != 0, reference[0], gate[e] + fraction(last - gate[e]))
             column[e] = T.exp2(own[e] - gate[e]) * (key[e] * out[e])  # on the solve's diagonal, before it was rounded

@@ -15,8 +15,9 @@ launch before this one make it, is told in `_backward_segments.py`; here it mean
 that a state may start as the identity, without values, and that links may come before the chunks: S <- S M + S_j.
 
 The state stands transposed in registers and is the left operand of its products. A warpgroup alone waits for most of its own
-products; what it does beside them is to put the state, then errors or dv into shared memory, and to take v or do of the next
-chunk.
+products, so what bounds a block is what it does between them. It leaves as much as it can to others: what a chunk's dO reads of
+its writes comes in float32 from the second warpgroup, a chunk ahead; that one also scales dO, for a product that needs no
+registers; and the fences between its stores and TMA are those of the storers, behind the barrier that they wait for.
 
 Reads        q k [T, H, 128] · v dout [T, HV, 128] · solve [slots, HV, 96, 32] · row_scales pair_scales bound of
              `backward_rows.py` · segments [segment_slots, 6] · initial state and gradient of the final state f32
@@ -27,22 +28,24 @@ In between   segment_states f32, transitions in two 16-bit parts, plain and turn
 
 Role          threads   registers   per chunk
 state         1 x 128   240         S and W or e, or dS and dV, of 64 value columns; zeros behind the end
-scores        1 x 128   184         P of the chunks ahead, in reverse
+reads         1 x 128   184         in reverse P^T dO of the chunk ahead, and then query dO in the place of dO
 loader        1 x 32    80          before the chunks: transitions of the links, in the places of k and q
-                                    k, v, solve, row scales; in reverse also q, pair scales and do instead of v; three stages
+                                    k, solve, row scales; forward also v, in reverse q, pair scales and do; three stages
 storers       2 x 32    80          the state tile; errors or dv
 
-Barrier         set by         waited on by     arrivals
-chunk_ready     loader         state, scores    1 and the bytes
-chunk_free      state          loader           4
-scores_ready    scores         state            4; who lets a chunk go has read its scores, whose place it frees too
-state_ready     state          state storer     4
-state_free      state storer   state            1
-values_ready    state          value storer     4
-values_free     value storer   state            1
-link_ready      loader         state            1 and the bytes
-link_free       state          loader           4
-named 1         state          state            128, in a chunk that ends early, and once zeros stand for values
+Barrier         set by          waited on by     arrivals
+chunk_ready     loader          state, reads     1 and the bytes
+chunk_free      state           loader           4; it has waited for the reads, which come after those of the chunk's tiles
+reads_ready     reads           state            4
+reads_free      state           reads            4
+state_ready     state           state storer     4
+state_free      state storer    state            1
+values_ready    state           value storer     4
+values_free     value storer    state            1
+link_ready      loader          state            1 and the bytes
+link_free       state           loader           4
+named 1         state           state            128, in a chunk that ends early, and once zeros stand for values
+named 2         reads           reads            128, when P is there, and when nobody reads dO any more
 """
 
 import tilelang.language as T
@@ -57,7 +60,7 @@ from ._backward_scan_roles import (
     load_links,
     load_reverse,
     load_state,
-    make_scores,
+    make_reads,
     store_errors,
     store_gradient,
     store_segment,
@@ -70,7 +73,7 @@ from ._backward_scan_tiles import (
     Barriers,
     ForwardRegisters,
     GradientRegisters,
-    ScoreRegisters,
+    ReadRegisters,
     Tiles,
 )
 from ._backward_segments import FORWARD, MAKE_GRADIENT, MAKERS, REVERSE, describe_outputs, describe_states
@@ -98,7 +101,7 @@ from ._tile import swizzled, transposed_fragment
 
 PROTOCOL = BACKWARD_SCAN_PROTOCOL
 HALVES, DIRECTIONS = BACKWARD_SCAN.halves, BACKWARD_SCAN.directions
-SCORE_ROLE, MOVERS = WARPGROUP, 2 * WARPGROUP  # first threads of roles
+READ_ROLE, MOVERS = WARPGROUP, 2 * WARPGROUP  # first threads of roles
 PARTS = 4  # of a stored transition
 
 
@@ -139,13 +142,14 @@ def build_backward_scan(dtype):
         state_v_first: T.int32,
         segment_chunks: T.int32,
         makes_states: T.int32,
+        has_links: T.int32,
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=BACKWARD_SCAN.threads) as block:
             t, b = Tiles(dtype), Barriers()
-            ahead, back, pairs = ForwardRegisters(dtype), GradientRegisters(dtype), ScoreRegisters()
+            ahead, back, reads = ForwardRegisters(dtype), GradientRegisters(dtype), ReadRegisters()
             T.annotate_layout(
-                {part: transposed_fragment(VALUE_TILE) for part in (ahead.v, ahead.o, back.v, back.o)}
+                {part: transposed_fragment(VALUE_TILE) for part in (ahead.v, ahead.o, back.o)}
                 | {tile: swizzled(tile) for tile in (*t.values, t.out)}
             )
             thread = T.get_thread_binding()
@@ -160,6 +164,8 @@ def build_backward_scan(dtype):
             if makes_states != 0:
                 direction = T.Select(part == MAKE_GRADIENT, REVERSE, FORWARD)
             slot, head = T.truncdiv(place, value_heads), T.truncmod(place, value_heads)
+            if T.And(makes_states == 0, direction == REVERSE):  # who may walk on through all segments starts first
+                slot = segment_slots - 1 - slot
             key_head = T.truncdiv(head, T.truncdiv(value_heads, key_heads))
             if thread < WARP:
                 for word in T.unroll(SEGMENT_WORDS):
@@ -173,8 +179,8 @@ def build_backward_scan(dtype):
                 else:
                     has_start = T.Select(direction == FORWARD, has_initial, has_dfinal)
                     describe_outputs(
-                        item, segment, row, head, direction, has_start, write_dinitial, segment_chunks, value_heads,
-                        bound, forgets, reach, thread,
+                        item, segment, row, head, direction, has_start, write_dinitial, segment_chunks, has_links,
+                        value_heads, bound, forgets, reach, thread,
                     )  # fmt: skip
                 if thread == 0:
                     for word in T.unroll(ITEM_WORDS):
@@ -183,7 +189,7 @@ def build_backward_scan(dtype):
             for word in T.unroll(ITEM_WORDS):
                 item[word] = t.item[word]
             column = half * VALUE_TILE
-            if thread < SCORE_ROLE:
+            if thread < READ_ROLE:
                 T.set_max_nreg(BACKWARD_SCAN.state.registers, 1)
                 value_stride = T.Select(state_v_first != 0, HEAD_DIM, 1)
                 key_stride = T.Select(state_v_first != 0, 1, HEAD_DIM)
@@ -219,9 +225,9 @@ def build_backward_scan(dtype):
                         back.S, t.item[ITEM_END], matrix, half, dinitial, lead[0], value_stride, key_stride
                     )  # fmt: skip
             elif thread < MOVERS:
-                T.set_max_nreg(BACKWARD_SCAN.scores.registers, 1)
+                T.set_max_nreg(BACKWARD_SCAN.reads.registers, 1)
                 if direction == REVERSE:
-                    make_scores(thread, dtype, t, b, pairs, item)
+                    make_reads(thread, dtype, t, b, reads, item)
             else:
                 T.set_max_nreg(BACKWARD_SCAN.movers.registers, 0)
                 if thread < MOVERS + WARP:

@@ -25,6 +25,9 @@ PASS_CONFIGS = MappingProxyType(
     }
 )
 
+# For kernels that have every fence between plain and asynchronous accesses to shared memory themselves.
+OWN_FENCES = MappingProxyType(dict(PASS_CONFIGS) | {"flashqla.own_fences": True})
+
 
 @dataclass(frozen=True)
 class FactorSpec:
@@ -373,7 +376,7 @@ class BackwardScanSpec:
     minimum_instructions: Mapping[str, int] = field(
         default_factory=lambda: {"HGMMA": 136, "UTMALDG": 28, "UTMASTG": 6, "LDSM": 24, "STSM": 24}
     )
-    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: OWN_FENCES)
 
     @property
     def name(self) -> str:
@@ -394,7 +397,7 @@ class BackwardGradientsSpec:
     minimum_instructions: Mapping[str, int] = field(
         default_factory=lambda: {"HGMMA": 48, "UTMALDG": 19, "USETMAXREG": 4}
     )
-    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: OWN_FENCES)
 
     @property
     def name(self) -> str:

@@ -97,6 +97,36 @@ def test_equal_buffers_get_names_of_their_own():
     assert sorted(declared) == ["buffer_1", "buffer_2", "buffer_3", "buffer_4", "buffer_5"]
 
 
+def build_with_a_store_of_one_tile_before_tma_of_another():
+    import tilelang.language as T
+
+    @T.prim_func
+    def store(x: T.Tensor((64, 64), "float32"), y: T.Tensor((64, 64), "float32")):
+        with T.Kernel(1, threads=128) as _:
+            read, other = T.alloc_shared((64, 64), "float32"), T.alloc_shared((64,), "float32")
+            ready = T.alloc_barrier([1])
+            other[T.get_thread_binding() % 64] = 1.0
+            if T.get_thread_binding() < 32:
+                T.tma_copy(x, read, barrier=ready[0])
+                T.barrier_arrive(ready[0])
+            T.barrier_wait(ready[0], 0)
+            y[T.get_thread_binding() % 64, 0] = read[T.get_thread_binding() % 64, 0] + other[0]
+
+    return store
+
+
+def test_a_kernel_with_its_own_fences_gets_no_others():
+    from flashqla_hub.compile.lowering import OWN_FENCES, lower
+    from flashqla_hub.kernels.spec import PASS_CONFIGS
+
+    build = build_with_a_store_of_one_tile_before_tma_of_another
+    fences = [
+        lower("store", build(), dict(PASS_CONFIGS) | {OWN_FENCES: own}).source.count("fence_proxy_async")
+        for own in (False, True)
+    ]
+    assert fences[0] > 0 and fences[1] == 0
+
+
 def test_the_same_kernel_gives_the_same_source_every_time():
     first = lowered(build_with_unnamed_tiles())
     for _ in range(5):

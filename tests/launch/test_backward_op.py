@@ -118,9 +118,9 @@ def triangles(address):
     return tile_map(address, (32, 96, HV, SLOTS), (64, 6144, HV * 6144), (32, 96, 1, 1), swizzle=SWIZZLE_64B)
 
 
-def row_scales(address):
-    """[slots, HV, 7, 64]."""
-    return tile_map(address, (64, 7, HV, SLOTS), (256, 1792, HV * 1792), (64, 7, 1, 1), FLOAT32, SWIZZLE_NONE)
+def row_scales(address, vectors):
+    """[slots, HV, 9, 64], of which a kernel reads so many at once."""
+    return tile_map(address, (64, 9, HV, SLOTS), (256, 2304, HV * 2304), (64, vectors, 1, 1), FLOAT32, SWIZZLE_NONE)
 
 
 def pair_scales(address):
@@ -265,7 +265,7 @@ def test_scan_gets_everything(product_process):
         "dv_desc": value_rows(addresses["dv"]),
         "dv": addresses["dv"],
         "solve_desc": triangles(addresses["operand"]),
-        "row_scales_desc": row_scales(rows.arguments["row_scales"]),
+        "row_scales_desc": row_scales(rows.arguments["row_scales"], 7),
         "pair_scales_desc": pair_scales(rows.arguments["pair_scales"]),
         "errors_desc": errors(read["errors"]),
         "states_desc": states(read["states"]),
@@ -293,6 +293,7 @@ def test_scan_gets_everything(product_process):
         "state_v_first": 0,
         "segment_chunks": 5,
         "makes_states": 0,
+        "has_links": 0,
         "blocks": 3 * HV * 2 * 2,
     }
     assert_arguments(scan, expected)
@@ -309,6 +310,7 @@ def test_states_of_segments_are_made_by_a_launch_of_their_own(product_process):
     plan, rows, makers, outputs, _ = (launch.arguments for launch in found)
     assert (plan["segment_chunks"], makers["segment_chunks"], outputs["segment_chunks"]) == (1, 1, 1)
     assert (rows["has_cuts"], makers["makes_states"], outputs["makes_states"]) == (1, 1, 0)
+    assert makers["has_links"] == outputs["has_links"] == 1
     assert {name for name in makers if makers[name] != outputs[name]} == {"blocks", "makes_states"}
 
 
@@ -335,7 +337,7 @@ def test_gradients_get_everything(product_process):
         "errors_desc": scan.arguments["errors_desc"],
         "states_desc": scan.arguments["states_desc"],
         "dstates_desc": scan.arguments["dstates_desc"],
-        "row_scales_desc": row_scales(rows.arguments["row_scales"]),
+        "row_scales_desc": row_scales(rows.arguments["row_scales"], 4),
         "norms_desc": norms,
         "chunks": plan.arguments["chunks"],
         "dq": addresses["dq"],

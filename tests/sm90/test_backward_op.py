@@ -300,6 +300,23 @@ def test_one_graph_serves_other_lengths_of_the_same_total(backward, segment):
         assert all(torch.equal(one, other) for one, other in zip(captured, expected, strict=True))
 
 
+@pytest.mark.parametrize("gates", ["none", "mild", "trained"])
+def test_heads_that_do_not_forget_are_walked_in_one_piece(backward, gates):
+    """48 heads of a sequence are cut, without links: where nothing decays, each gradient is that of the uncut call to the bit."""
+    case = Case("walk", tokens=4096, heads=(24, 48), gates=gates, l2norm=True)
+    call = make_call(case)
+    call.inputs[3][:, :, ::4] = 0  # of two value heads of every second key head, one
+    grads = make_gradients(call)
+    whole = run(backward, dataclasses.replace(case, segment=1 << 25), call, grads)
+    cut = run(backward, case, call, grads)
+    for name, one, other in zip(NAMES, whole, cut, strict=True):
+        assert relative([other], [one]) <= LIMITS[name] / 2, name
+        if gates == "none":
+            assert torch.equal(one, other), name
+    for index in (2, 3, 4):
+        assert torch.equal(whole[index][:, :, ::4], cut[index][:, :, ::4])
+
+
 @pytest.mark.parametrize("strength", [1.0, 0.1])
 @pytest.mark.parametrize("clusters", [0.0, 0.9])
 def test_cutting_a_long_row_without_decay_costs_no_precision(backward, clusters, strength):

@@ -14,7 +14,7 @@ constexpr const char* OP = "the SM90 backward";
 constexpr int64_t CHUNK = 64;
 constexpr int64_t VALUE_TILE = 64, HALVES = STATE_DIM / VALUE_TILE;  // value columns of a block of the scan
 constexpr int64_t CHUNK_WORDS = 4, SEGMENT_WORDS = 6;                // int32 words of a row of `chunks` and of `segments`
-constexpr int64_t ROW_VECTORS = 7, PAIR_VECTORS = 3, NORM_VECTORS = 2;  // float32 numbers of a token and head
+constexpr int64_t ROW_VECTORS = 9, PAIR_VECTORS = 3, NORM_VECTORS = 2;  // float32 numbers of a token and head
 constexpr int64_t DIRECTIONS = 2;  // states from the first chunk on, their gradients from the last
 constexpr int64_t MAKERS = 3;      // of a segment's state, its transition and the gradient of its state
 constexpr int64_t TRANSITION_PARTS = 4;
@@ -192,7 +192,7 @@ class Backward {
     const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
     const int32_t dtype = arguments_.q.view().dtype;
     const int64_t slots = sizes_.slots, v_heads = sizes_.v_heads;
-    const int64_t cut = sizes_.segments.has_cuts ? sizes_.segments.slots * v_heads : 1;  // maps are made in any case
+    const int64_t cut = sizes_.segments.links ? sizes_.segments.slots * v_heads : 1;  // maps are made in any case
     workspace.add(scratch.chunks, "chunks", {slots, CHUNK_WORDS}, int32, device);
     workspace.add(scratch.segments, "segments", {sizes_.segments.slots, SEGMENT_WORDS}, int32, device);
     workspace.add(scratch.bound, "bound", {slots, v_heads}, float32, device);
@@ -247,7 +247,7 @@ class Backward {
            words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
   }
 
-  // With cuts first the blocks that make states and transitions of segments, then those that write outputs.
+  // With links first the blocks that make states and transitions of segments, then those that write outputs.
   void launch_scan_kernels(const Scratch& scratch) {
     const int64_t parts = sizes_.segments.slots * sizes_.v_heads;
     NewTensor initial_copy, dfinal_copy;
@@ -259,14 +259,15 @@ class Backward {
     const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_scan_bf16 : launch_backward_scan_fp16;
     const bool launches[] = {true, false};
     for (const bool makes_states : launches) {
-      if (makes_states && !sizes_.segments.has_cuts) continue;
+      if (makes_states && !sizes_.segments.links) continue;
       const int64_t blocks = parts * HALVES * (makes_states ? MAKERS : DIRECTIONS);
       launch(scope_, q(), k(), as_token_rows(arguments_.v.view()), as_token_rows(arguments_.do_.view()), scratch.solve,
              scratch.rows, scratch.pairs, scratch.bound, scratch.segments, as_states("initial_state", initial),
              as_states("dht", dfinal), scratch.segment_states, scratch.transitions, scratch.reach, scratch.forgets,
              scratch.errors, scratch.states, scratch.dstates, as_token_rows(dv_.view()), as_states("dh0", dinitial),
              has_initial, has_dfinal, arguments_.output_dinitial, arguments_.state_v_first,
-             static_cast<int32_t>(sizes_.segments.chunks), makes_states, static_cast<int32_t>(blocks));
+             static_cast<int32_t>(sizes_.segments.chunks), makes_states, sizes_.segments.links,
+             static_cast<int32_t>(blocks));
     }
   }
 

@@ -113,12 +113,25 @@ double expected_scan_time(int64_t chunks, int64_t length, int64_t sequences, int
   return double(divide_up(int64_t(makers), sms)) * block + idle + LAUNCH_TIME + (walking > bytes ? walking : bytes);
 }
 
-SegmentPlan uncut(int64_t tokens, int64_t sequences) { return {tokens / CHUNK + 1, sequences, 0, 0, false, false}; }
+// The same if nobody makes states: a head that does not forget is walked by one block, and the others' segments fill the SMs.
+double expected_walking_time(int64_t chunks, int64_t length, int64_t sequences, int64_t heads, int64_t sms) {
+  const int64_t segments = divide_up(chunks, length), rows = sequences * heads;
+  const double bytes = SCAN_BYTES_TIME * double(chunks * rows);
+  const double whole = double(chunks) * SCAN_CHUNK_TIME + SCAN_BLOCK_TIME;
+  const double cuts = (1 - EXPECTED_LINKED) * double(segments - 1) * (SCAN_CHUNK_TIME * EXPECTED_REPLAY + SCAN_BLOCK_TIME);
+  const double idle = EXPECTED_LINKED * double(segments - 1) * IDLE_TIME;
+  const double shared_out = double(SCAN_BLOCKS * rows) / double(sms) * (whole + cuts + idle);
+  const double tail = 0.5 * double(length) * SCAN_CHUNK_TIME;
+  const double walking = shared_out + tail > whole ? shared_out + tail : whole;
+  return walking > bytes ? walking : bytes;
+}
+
+SegmentPlan uncut(int64_t tokens, int64_t sequences) { return {tokens / CHUNK + 1, sequences, 0, 0, false, false, false}; }
 
 // The longest replay is a whole segment. For the places, see flashqla_hub/kernels/_segments.py.
 SegmentPlan cut(int64_t chunks, int64_t tokens, int64_t sequences, bool apart) {
   const int64_t length = chunks * CHUNK;
-  return {chunks, tokens / length + sequences, (tokens - 1) / length, chunks, true, apart};
+  return {chunks, tokens / length + sequences, (tokens - 1) / length, chunks, true, apart, true};
 }
 
 SegmentPlan find_plan(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences, int64_t heads,
@@ -138,18 +151,25 @@ SegmentPlan plan_backward_segments(int64_t segment_chunks, int64_t tokens, int64
                                    int64_t heads, int64_t sms) {
   const int64_t whole = divide_up(longest, CHUNK) > 0 ? divide_up(longest, CHUNK) : 1;
   int64_t chunks = segment_chunks > 0 ? segment_chunks : whole;
+  bool links = true;
   if (segment_chunks == 0 && sequences > 0 && tokens > 0) {
     const int64_t mean = mean_chunks(tokens, sequences);
     double best = expected_scan_time(mean, mean, sequences, heads, sms);
     for (int64_t parts = 2; parts <= MOST_SEGMENTS && divide_up(mean, parts) >= SHORTEST; parts++) {
-      const double time = expected_scan_time(mean, divide_up(mean, parts), sequences, heads, sms);
+      const int64_t length = divide_up(mean, parts);
+      const double linking = expected_scan_time(mean, length, sequences, heads, sms);
+      const double walking = expected_walking_time(mean, length, sequences, heads, sms);
+      const double time = linking < walking ? linking : walking;
       if (time >= best) continue;
       best = time;
-      chunks = divide_up(mean, parts);
+      chunks = length;
+      links = linking < walking;
     }
   }
   if (chunks >= whole) return uncut(tokens, sequences);
-  return cut(chunks, tokens, sequences, true);
+  SegmentPlan plan = cut(chunks, tokens, sequences, true);
+  plan.links = links;
+  return plan;
 }
 
 bool are_short(int64_t tokens, int64_t sequences, int64_t key_heads, int64_t sms) {

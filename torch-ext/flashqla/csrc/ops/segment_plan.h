@@ -12,6 +12,7 @@ struct SegmentPlan {
   int64_t replay;  // longest warm-up of a segment, in chunks
   bool has_cuts;   // whether any sequence may have more than one segment
   bool apart;      // whether states are made in a launch of their own
+  bool links;      // whether they are made at all; else who is before a segment that forgets nothing walks on (backward only)
 };
 
 // Args: chunks of a segment if the caller says, or 0 for the fastest; tokens of all sequences and of the longest one (or
