@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_ad6f916a6bd4"
+NAMESPACE = "_flashqla_53c4ae1ad85c"
 ops = getattr(torch.ops, NAMESPACE)
 
 
