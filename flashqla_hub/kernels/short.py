@@ -4,7 +4,8 @@ The algebra, and chunk by chunk the rounding, are those of `recurrence.py`, whos
 three roles and pay some microseconds before their first chunk. Here three blocks share an SM, so that some compute while
 others load, and nothing else overlaps: a block is one warpgroup, which does one step after the other.
 
-Reads        q k [T, H, 128] · v [T, HV, 128] · operand decay key_norm of `factor.py` · cu_seqlens · initial state f32
+Reads        q k [T, H, 128] · v [T, HV, 128] · operand decay key_norm of `factor.py` · cu_seqlens · initial state f32;
+             `quarters` is the operand once more, loaded by quarters
 Writes       o [T, HV, 128], every row of the sequence · final state f32
 
 Blocks       sequences * H, but nothing of a sequence of more than LONG tokens, which `recurrence.py` takes. Value heads,
@@ -36,7 +37,6 @@ PLACES = 3  # of tiles of values: that of q, of k and their own
 WIDTH = VALUE_TILE  # columns of a tile of q, k or v
 HALVES = HEAD_DIM // WIDTH
 STAGES = SHORT.stages
-QUARTERS = TRIANGLE_ROWS // HALF_CHUNK  # of an operand
 QUAD = 4  # 16-bit values of an 8-byte access: half a warp has half a row
 STATE = HEAD_DIM * HEAD_DIM
 SEQUENCE, KEY_HEAD, FIRST, LENGTH, CHUNKS = range(SHORT.words)
@@ -112,12 +112,7 @@ def order_chunk(thread, t, q, k, v, operand, decay, key_norm, chunk, head, with_
             load_rows(q, t.q, token, key_head, rows, loaded)
             load_rows(k, t.k, token, key_head, rows, loaded)
             T.tma_copy(key_norm[slot, key_head, :], t.key_norm, barrier=loaded[0])
-        for quarter in T.unroll(QUARTERS):
-            T.tma_copy(
-                operand[slot, head, quarter * HALF_CHUNK : (quarter + 1) * HALF_CHUNK, :],
-                t.operand[(quarter + 1) * HALF_CHUNK : (quarter + 2) * HALF_CHUNK, :],
-                barrier=loaded[0],
-            )
+        T.tma_copy(operand[slot, head, :, :], t.operand[HALF_CHUNK:, :], barrier=loaded[0])
         T.tma_copy(decay[slot, head, :], t.decay, barrier=loaded[0])
         load_rows(v, t.v, token, head, rows, loaded)
         arrive(loaded, 0, thread)
@@ -353,12 +348,12 @@ def order_tokens(thread, t, q, k, key_norm, loaded):
 
 
 @T.macro
-def order_head(thread, t, v, operand, decay, head, stage, loaded):
+def order_head(thread, t, v, quarters, decay, head, stage, loaded):
     """Orders what a value head of such a sequence needs, its values to their own place or to that of the queries."""
     slot = T.truncdiv(t.item[FIRST], CHUNK) + t.item[SEQUENCE]
     if thread < WARP:
         T.tma_copy(
-            operand[slot, head, UPPER_LEFT : UPPER_LEFT + HALF_CHUNK, :],
+            quarters[slot, head, UPPER_LEFT : UPPER_LEFT + HALF_CHUNK, :],
             t.small_operand[stage, :, :],
             barrier=loaded[0],
         )
@@ -419,14 +414,14 @@ def serve_head(thread, dtype, t, r, tiles, stage, in_one_step, o, head):
 
 
 @T.macro
-def serve_small(thread, dtype, t, r, heads, q, k, v, operand, decay, key_norm, o, scale, use_l2norm, loaded):
+def serve_small(thread, dtype, t, r, heads, q, k, v, quarters, decay, key_norm, o, scale, use_l2norm, loaded):
     """Outputs of a sequence of at most half a chunk, from zero, of `heads` value heads; none if it is another sequence."""
     reference, factored = T.alloc_local((1,), "float32"), T.alloc_local((1,), "int32")
     q_scale, last = T.alloc_local((1,), "float32"), T.alloc_var("float32")
     head, in_one_step = T.alloc_var("int32"), T.alloc_var("int32")
     if heads > 0:
         order_tokens(thread, t, q, k, key_norm, loaded)
-        order_head(thread, t, v, operand, decay, t.item[KEY_HEAD] * heads, 0, loaded)
+        order_head(thread, t, v, quarters, decay, t.item[KEY_HEAD] * heads, 0, loaded)
     for index in T.serial(heads):
         head = t.item[KEY_HEAD] * heads + index
         wait(loaded, 0, index % STAGES)
@@ -452,7 +447,7 @@ def serve_small(thread, dtype, t, r, heads, q, k, v, operand, decay, key_norm, o
         T.fence_proxy_async()
         T.sync_threads()
         if index + 1 < heads:  # the head before this one has left its place
-            order_head(thread, t, v, operand, decay, head + 1, (index + 1) % STAGES, loaded)
+            order_head(thread, t, v, quarters, decay, head + 1, (index + 1) % STAGES, loaded)
         if index % STAGES == 0:
             serve_head(thread, dtype, t, r, t.v, 0, in_one_step != 0, o, head)
         else:
@@ -471,6 +466,7 @@ def build_short(dtype):
         k: T.StridedTensor((tokens, key_heads, HEAD_DIM), (k_t, k_h, 1), dtype),
         v: T.StridedTensor((tokens, value_heads, HEAD_DIM), (v_t, v_h, 1), dtype),
         operand: T.Tensor((chunk_slots, value_heads, TRIANGLE_ROWS, HALF_CHUNK), dtype),
+        quarters: T.Tensor((chunk_slots, value_heads, TRIANGLE_ROWS, HALF_CHUNK), dtype),
         decay: T.Tensor((chunk_slots, value_heads, CHUNK), "float32"),
         key_norm: T.Tensor((chunk_slots, key_heads, CHUNK), "float32"),
         cu_words: T.Tensor((words,), "int32"),
@@ -525,7 +521,7 @@ def build_short(dtype):
                 "int32",
             )
             heads = T.Select(is_small != 0, group, 0)
-            serve_small(thread, dtype, t, r, heads, q, k, v, operand, decay, key_norm, o, scale, use_l2norm, loaded)
+            serve_small(thread, dtype, t, r, heads, q, k, v, quarters, decay, key_norm, o, scale, use_l2norm, loaded)
             if T.And(t.item[CHUNKS] > 0, is_small == 0):
                 order_chunk(thread, t, q, k, v, operand, decay, key_norm, 0, t.item[KEY_HEAD] * group, True, loaded)
             elif T.And(write_final != 0, t.item[LENGTH] == 0):

@@ -406,6 +406,9 @@ def test_the_kernel_for_short_sequences_gets_everything(product_process):
         "k_desc": tile_map(addresses["k"], (128, tokens, H), (projection_row, row), (64, 32, 1)),
         "v_desc": tile_map(addresses["v"], (128, tokens, HV), (HV * row, row), (64, 32, 1)),
         "operand_desc": tile_map(
+            factor.arguments["operand"], (32, 96, HV, slots), (64, 6144, HV * 6144), (32, 96, 1, 1), swizzle=SWIZZLE_64B
+        ),
+        "quarters_desc": tile_map(
             factor.arguments["operand"], (32, 96, HV, slots), (64, 6144, HV * 6144), (32, 32, 1, 1), swizzle=SWIZZLE_64B
         ),
         "decay_desc": tile_map(decay, (64, HV, slots), (256, HV * 256), (64, 1, 1), FLOAT32, SWIZZLE_NONE),

@@ -206,11 +206,11 @@ class Forward {
   void launch_short_kernel(const Intermediates& between, void* initial, void* final_state) {
     const auto launch = is_bfloat16() ? launch_short_bf16 : launch_short_fp16;
     launch(scope_, as_token_rows(arguments_.q.view()), as_token_rows(arguments_.k.view()),
-           as_token_rows(arguments_.v.view()), between.operand, between.decay, between.key_norm, offset_words(),
-           as_states("initial_state", initial), as_token_rows(o_.view()), as_states("final_state", final_state),
-           static_cast<float>(arguments_.scale), arguments_.use_l2norm, arguments_.initial_state.has_value(),
-           arguments_.output_final_state, arguments_.state_v_first, words_per_entry(), sizes_.dense_length,
-           static_cast<int32_t>(sizes_.sequences));
+           as_token_rows(arguments_.v.view()), between.operand, between.operand, between.decay, between.key_norm,
+           offset_words(), as_states("initial_state", initial), as_token_rows(o_.view()),
+           as_states("final_state", final_state), static_cast<float>(arguments_.scale), arguments_.use_l2norm,
+           arguments_.initial_state.has_value(), arguments_.output_final_state, arguments_.state_v_first,
+           words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
   }
 
   void launch_long_kernel(const Intermediates& between, void* initial, void* final_state, int64_t blocks) {
