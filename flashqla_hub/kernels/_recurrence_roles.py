@@ -340,7 +340,9 @@ def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_output
     decay = t.decay[stage, row]
     last = t.decay[stage, CHUNK - 1]
     find_reference(dtype, last, t.decay[stage, lane], t.decay[stage, lane + WARP], reference, factored)
-    since = T.exp2(decay) * due[0]
+    since = T.exp2(decay)
+    if due[0] != 1.0:
+        since *= due[0]
     in_one_step[0] = T.cast(T.And(T.And(factored[0] != 0, reference[0] == last), due[0] == 1.0), "int32")
     wait(b.scores_free, slot, phase_before(i, SLOTS))
     t.row_scale[slot, part, row] = since * T.Select(part == READ, t.key_norm[stage, row], q_scale[0])
@@ -354,7 +356,9 @@ def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_output
             t.write_stage[slot] = T.Select(factored[0] != 0, stage, DECAYED_KEYS)
             t.in_one_step[slot] = in_one_step[0]
     if dtype == "bfloat16":  # float16 has no reference but the end
-        due[0] = T.exp2(last - reference[0])
+        due[0] = 1.0
+        if reference[0] != last:
+            due[0] = T.exp2(last - reference[0])
     T.sync_warp()
     if has_outputs:
         T.wait_wgmma(0)
