@@ -29,7 +29,19 @@ import tilelang.language as T
 
 from ._recurrence_roles import BY_ROWS, EIGHT, OUT, READ
 from ._segments import offset
-from ._sm90 import CHUNK, HALF_CHUNK, HEAD_DIM, L2NORM_EPS, LONG, SHORT, TRIANGLE_ROWS, UPPER_LEFT, VALUE_TILE, VANISHING, WARP
+from ._sm90 import (
+    CHUNK,
+    HALF_CHUNK,
+    HEAD_DIM,
+    L2NORM_EPS,
+    LONG,
+    SHORT,
+    TRIANGLE_ROWS,
+    UPPER_LEFT,
+    VALUE_TILE,
+    VANISHING,
+    WARP,
+)
 from ._tile import Group, alloc_barriers, arrive, find_reference, fraction, swizzled, transposed_fragment, wait
 
 PLACES = 3  # of tiles of values: that of q, of k and their own
@@ -393,9 +405,7 @@ def serve_half(t, r, tile, stage, in_one_step):
     T.copy(tile[0:HALF_CHUNK, :], r.small_v)
     for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
         r.small_Z[a, c] = r.small_v[c, a]
-    T.wgmma_gemm(
-        r.small_Z, t.small_operand[stage, :, :], r.small_W, transpose_B=True, clear_accum=True, policy=BY_ROWS
-    )
+    T.wgmma_gemm(r.small_Z, t.small_operand[stage, :, :], r.small_W, transpose_B=True, clear_accum=True, policy=BY_ROWS)
     T.wait_wgmma(0)
     T.copy(r.small_W, r.small_N)
     T.wgmma_gemm(r.small_N, t.small_scores, r.small_O, transpose_B=True, clear_accum=True, policy=BY_ROWS)
