@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_53c4ae1ad85c"
+NAMESPACE = "_flashqla_440d33262027"
 ops = getattr(torch.ops, NAMESPACE)
 
 
