@@ -221,18 +221,20 @@ class NormBackwardSpec:
     """Gradients of the gated RMS norm."""
 
     dtype: str
-    # Three rows a thread: x, g and dy in, dx and dg out, a weight of either width, and a share of its gradient.
+    few: bool = False  # the form for fewer rows, which has three of them a thread
+    # x, g and dy in, dx and dg out, a weight of either width, and a share of its gradient, of two rows a thread and more.
     minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 12, "STG": 7})
     pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
 
     @property
     def name(self) -> str:
-        return f"norm_backward_{self.dtype}"
+        return f"norm_backward_{'few_' if self.few else ''}{self.dtype}"
 
     def build(self) -> Any:
         from .norm_backward import build_norm_backward
+        from .norm_backward_few import build_norm_backward_few
 
-        return build_norm_backward(DTYPES[self.dtype])
+        return (build_norm_backward_few if self.few else build_norm_backward)(DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -428,7 +430,7 @@ SPECS = (
     *(ConvolutionTurnedSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS)),
     *(ConvolutionUpdateSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS)),
     *(NormSpec(dtype) for dtype in DTYPES),
-    *(NormBackwardSpec(dtype) for dtype in DTYPES),
+    *(NormBackwardSpec(dtype, few) for few in (False, True) for dtype in DTYPES),
     *(PartialSumsSpec(dtype) for dtype in DTYPES),
     *(GatesSpec(dtype) for dtype in WIDE_DTYPES),
     *(GatesBackwardSpec(dtype) for dtype in WIDE_DTYPES),

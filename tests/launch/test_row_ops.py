@@ -7,8 +7,9 @@ from fake_gpu import launches, op, torch_fake
 B, T, H, D = 2, 50, 3, 128
 ROWS = B * T * H
 ROWS_OF_A_BLOCK = 64
-ROWS_OF_A_PART = 16
-MAX_PARTS = 924
+ROWS_OF_A_PART = 24
+MAX_PARTS = 528
+MANY_ROWS, MAX_PARTS_OF_MANY = 1 << 20, 924
 
 
 def run(function, options):
@@ -92,12 +93,12 @@ def test_flags_and_dtypes_of_the_norm(product_process):
 def test_the_backward_leaves_parts_that_a_second_kernel_adds(product_process):
     [norm, sums], addresses, described = product_process.run(run_norm_backward)
     blocks = -(-ROWS // ROWS_OF_A_PART)
-    assert (norm.kernel, norm.grid) == ("norm_backward_bf16_kernel", (blocks, 1, 1))
+    assert (norm.kernel, norm.grid) == ("norm_backward_few_bf16_kernel", (blocks, 1, 1))
     expected = {name: addresses[name] for name in ("x", "g", "dy", "weight", "dx", "dg")}
     expected |= {"wide_weight": addresses["weight"], "eps": 0.5, "is_wide": 0, "is_silu": 0}
-    expected |= {"tokens": B * T, "heads": H, "rows": ROWS, "blocks": blocks, "parts": norm.arguments["parts"]}
+    expected |= {"tokens": B * T, "heads": H, "blocks": blocks, "parts": norm.arguments["parts"]}
     expected |= {f"{name}_t": H * 2 * D for name in "xg"} | {f"{name}_h": 2 * D for name in "xg"}
-    expected |= {"dy_t": H * D, "dy_h": D}
+    expected |= {f"{name}_t": H * D for name in ("dy", "dx", "dg")} | {f"{name}_h": D for name in ("dy", "dx", "dg")}
     assert norm.arguments == expected
     assert (sums.kernel, sums.grid, sums.block) == ("partial_sums_bf16_kernel", (4, 1, 1), (1024, 1, 1))
     assert sums.programmatic and not norm.programmatic
@@ -119,6 +120,19 @@ def test_parts_are_bounded_and_a_wide_weight_gets_a_wide_gradient(product_proces
     )
     assert norm.grid == (MAX_PARTS, 1, 1) and sums.arguments["count"] == MAX_PARTS
     assert sums.arguments["is_wide"] == 1 and described[2] == ((D,), "torch.float32")
+
+
+def test_the_backward_of_many_rows_is_a_kernel_of_its_own(product_process):
+    [norm, sums], _, _ = product_process.run(run, run_norm_backward, {"rows": MANY_ROWS - 1})
+    assert (norm.kernel, norm.grid) == ("norm_backward_few_bf16_kernel", (MAX_PARTS, 1, 1))
+    [norm, sums], addresses, _ = product_process.run(run, run_norm_backward, {"rows": MANY_ROWS})
+    assert (norm.kernel, norm.grid) == ("norm_backward_bf16_kernel", (MAX_PARTS_OF_MANY, 1, 1))
+    assert sums.arguments["count"] == MAX_PARTS_OF_MANY
+    expected = {name: addresses[name] for name in ("x", "g", "dy", "weight", "dx", "dg")}
+    expected |= {"wide_weight": addresses["weight"], "eps": 0.5, "is_wide": 0, "is_silu": 0, "heads": 1}
+    expected |= {"tokens": MANY_ROWS, "rows": MANY_ROWS, "blocks": MAX_PARTS_OF_MANY, "parts": sums.arguments["parts"]}
+    expected |= {f"{name}_t": D for name in ("x", "g", "dy")}
+    assert {name: norm.arguments[name] for name in expected} == expected
 
 
 def run_norm_of_nothing():

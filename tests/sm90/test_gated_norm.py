@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not HAS_SM90, reason="there i
 
 SLACK, EPS = 1.2, 1e-6
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MANY_ROWS = 1 << 20  # have a backward kernel of their own
 SHAPES = [(128,), (1, 128), (7, 128), (33, 1, 128), (5, 3, 128), (2, 65, 4, 128), (3001, 2, 128), (20000, 128)]
+SHAPES += [(MANY_ROWS, 128), (MANY_ROWS // 3 + 1, 3, 128)]
 GRADIENTS = ("dx", "dg", "dweight")
 
 
@@ -70,7 +72,7 @@ def test_values_round_where_the_pytorch_path_does(kernel, part, activation):
     assert (ours != part("gated_norm.torch_path").forward(x, g, weight, None, activation, EPS)).float().mean() < 0.02
 
 
-@pytest.mark.parametrize("shape", [(129, 4, 128), (2, 33, 3, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(129, 4, 128), (2, 33, 3, 128), (MANY_ROWS // 4, 4, 128)], ids=str)
 def test_parts_of_wider_rows_give_the_same_bits(kernel, shape):
     torch.manual_seed(1)
     plain = make_inputs(shape, torch.bfloat16, torch.float32)

@@ -9,6 +9,8 @@ namespace {
 constexpr int64_t DIM = 128;
 constexpr int64_t ROWS_PER_PART = 16;   // of a group of the backward kernel
 constexpr int64_t MAX_PARTS = 7 * SMS;  // its blocks that fit at once
+constexpr int64_t MANY_ROWS = 1 << 20;  // from so many on that kernel is the faster one (kernels/norm_backward_few.py)
+constexpr int64_t FEW_ROWS_PER_PART = 24, FEW_MAX_PARTS = 4 * SMS;  // the same of the other
 
 // [tokens, heads, 128] with the heads of a token where those of the one before end, as rows without heads: nothing to divide.
 bool is_one_run(const TensorView& rows) { return rows.stride[0] == rows.size[1] * rows.stride[1] || rows.size[0] <= 1; }
@@ -97,12 +99,22 @@ void run_backward(StableIValue* stack, uint64_t, uint64_t) {
   if (norm.rows() == 0) {
     dweight.fill_zero();
   } else {
-    const int64_t blocks = smaller(MAX_PARTS, (norm.rows() + ROWS_PER_PART - 1) / ROWS_PER_PART);
+    const bool has_many = norm.rows() >= MANY_ROWS;
+    const int64_t rows_per_part = has_many ? ROWS_PER_PART : FEW_ROWS_PER_PART;
+    const int64_t blocks =
+        smaller(has_many ? MAX_PARTS : FEW_MAX_PARTS, (norm.rows() + rows_per_part - 1) / rows_per_part);
     parts.allocate("parts", {blocks, DIM}, float32, scope.index());
-    const auto launch = norm.is_bfloat16() ? launch_norm_backward_bf16 : launch_norm_backward_fp16;
-    launch(scope, norm.x, norm.g, grad, norm.weight.narrow, norm.weight.wide, as_flat_rows(dx),
-           as_flat_rows(dg), parts.view(), static_cast<float>(as_double(stack[4])), norm.weight.is_wide,
-           as_bool(stack[5]));
+    const auto eps = static_cast<float>(as_double(stack[4]));
+    const bool is_silu = as_bool(stack[5]);
+    if (has_many) {
+      const auto launch = norm.is_bfloat16() ? launch_norm_backward_bf16 : launch_norm_backward_fp16;
+      launch(scope, norm.x, norm.g, grad, norm.weight.narrow, norm.weight.wide, as_flat_rows(dx), as_flat_rows(dg),
+             parts.view(), eps, norm.weight.is_wide, is_silu);
+    } else {
+      const auto launch = norm.is_bfloat16() ? launch_norm_backward_few_bf16 : launch_norm_backward_few_fp16;
+      launch(scope, norm.x, norm.g, grad, norm.weight.narrow, norm.weight.wide, as_rows(dx.view(), DIM),
+             as_rows(dg.view(), DIM), parts.view(), eps, norm.weight.is_wide, is_silu);
+    }
     const auto add = norm.is_bfloat16() ? launch_partial_sums_bf16 : launch_partial_sums_fp16;
     add(scope, parts.view(), with_dtype(dweight.view(), norm.x.dtype), with_dtype(dweight.view(), float32),
         norm.weight.is_wide);
