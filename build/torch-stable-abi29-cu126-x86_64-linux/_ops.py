@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_440d33262027"
+NAMESPACE = "_flashqla_6df2d6ef1b6f"
 ops = getattr(torch.ops, NAMESPACE)
 
 
