@@ -108,6 +108,11 @@ def sigmoid(x):
     return T.call_extern("float32", "sigmoid", x)
 
 
+def gate_factor(gate, silu):
+    """act(gate) / sigmoid(gate): the gate where silu is 1, and 1 where it is 0, however great the gate is."""
+    return T.call_extern("float32", "gate_factor", gate, silu)
+
+
 DEVICE_CODE = (
     WIDEN_CODE
     + """
@@ -125,6 +130,14 @@ static __device__ __forceinline__ int quotient(int n, unsigned magic, int shift)
 static __device__ __forceinline__ int shift_of(int d) { return 32 - __clz(d - 1); }
 static __device__ __forceinline__ unsigned magic_of(int d) {
   return static_cast<unsigned>(((1ull << (31 + shift_of(d))) + d - 1) / static_cast<unsigned>(d));
+}
+
+// A product and a sum would make a NaN of an infinite gate; an expression that chooses makes the backward spill.
+static __device__ __forceinline__ float gate_factor(float gate, float silu) {
+  float result;
+  asm("{.reg .pred p; setp.ne.f32 p, %2, 0f00000000; selp.f32 %0, %1, 0f3f800000, p;}"
+      : "=f"(result) : "f"(gate), "f"(silu));
+  return result;
 }
 
 static __device__ __forceinline__ float sigmoid(float x) {

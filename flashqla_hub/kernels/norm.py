@@ -20,6 +20,7 @@ from ._rows import (
     ROWS_PER_TURN,
     THREADS,
     Weight,
+    gate_factor,
     in_vectors,
     load_vector,
     load_weight,
@@ -36,10 +37,10 @@ BLOCKS_PER_SM = 3
 
 
 @T.macro
-def gate_vector(dtype, values, gates, turn, w, eps, is_wide, silu, plain, out):
+def gate_vector(dtype, values, gates, turn, w, eps, is_wide, silu, out):
     """Vector `turn` of `out` = y of eight numbers of a row.
 
-    is_wide: whether the weight is float32, known to the compiler. silu, plain: 1 and 0, or 0 and 1 for the sigmoid.
+    is_wide: whether the weight is float32, known to the compiler. silu: 1, or 0 for the sigmoid.
     A product in `dtype` is the exact one rounded, and two of them are one instruction.
     """
     normed, product, gate = (T.alloc_local((EIGHT,), "float32") for _ in range(3))
@@ -54,7 +55,7 @@ def gate_vector(dtype, values, gates, turn, w, eps, is_wide, silu, plain, out):
         widen(EIGHT, product, 0, narrow, 0)
     widen(EIGHT, gate, 0, gates, turn)
     for e in T.unroll(EIGHT):
-        product[e] = product[e] * (sigmoid(gate[e]) * (gate[e] * silu + plain))
+        product[e] = product[e] * (sigmoid(gate[e]) * gate_factor(gate[e], silu))
     for e in T.vectorized(EIGHT):
         out[turn * EIGHT + e] = T.cast(product[e], dtype)
 
@@ -87,7 +88,7 @@ def build_norm(dtype):
             first = block * ROWS + thread // LANES
             values, gates, out = (T.alloc_local((TURNS * EIGHT,), dtype) for _ in range(3))
             w, row, token, head = Weight(dtype), *(T.alloc_var("int32") for _ in range(3))
-            silu, plain = T.alloc_var("float32"), T.alloc_var("float32")
+            silu = T.alloc_var("float32")
             for turn in T.unroll(TURNS):
                 row = T.min(first + turn * ROWS_PER_TURN, tokens * heads - 1)
                 # Often there is nothing to divide.
@@ -97,13 +98,12 @@ def build_norm(dtype):
                 load_vector(gates, turn, g, column, token, head, *in_vectors(g_t, g_h))
             load_weight(w, weight, wide_weight, is_wide, column)
             silu = T.cast(is_silu, "float32")
-            plain = 1.0 - silu
             if is_wide != 0:
                 for turn in T.unroll(TURNS):
-                    gate_vector(dtype, values, gates, turn, w, eps, True, silu, plain, out)
+                    gate_vector(dtype, values, gates, turn, w, eps, True, silu, out)
             else:
                 for turn in T.unroll(TURNS):
-                    gate_vector(dtype, values, gates, turn, w, eps, False, silu, plain, out)
+                    gate_vector(dtype, values, gates, turn, w, eps, False, silu, out)
             for turn in T.unroll(TURNS):
                 row = first + turn * ROWS_PER_TURN
                 if row < tokens * heads:

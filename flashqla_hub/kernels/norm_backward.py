@@ -21,6 +21,7 @@ from ._rows import (
     EIGHT,
     LANES,
     Weight,
+    gate_factor,
     in_vectors,
     load_vector,
     load_weight,
@@ -43,10 +44,10 @@ BLOCKS_PER_SM = 7
 
 
 @T.macro
-def differentiate_vector(dtype, values, gates, grads, turn, w, eps, is_wide, silu, plain, total, dx, dg):
+def differentiate_vector(dtype, values, gates, grads, turn, w, eps, is_wide, silu, total, dx, dg):
     """Vector `turn` of `dx` and `dg`, eight numbers of a row; its share of dweight is added to `total`.
 
-    is_wide: whether the weight is float32, known to the compiler. silu, plain: 1 and 0, or 0 and 1 for the sigmoid.
+    is_wide: whether the weight is float32, known to the compiler. silu: 1, or 0 for the sigmoid.
     """
     normed, rounded, product, gate, grad = (T.alloc_local((EIGHT,), "float32") for _ in range(5))
     narrow, root, along = T.alloc_local((EIGHT,), dtype), T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
@@ -63,7 +64,7 @@ def differentiate_vector(dtype, values, gates, grads, turn, w, eps, is_wide, sil
     along[0] = 0.0
     for e in T.unroll(EIGHT):
         opening = sigmoid(gate[e])
-        factor = gate[e] * silu + plain  # act(g) = factor sigmoid(g)
+        factor = gate_factor(gate[e], silu)  # act(g) = factor sigmoid(g)
         product[e] = grad[e] * product[e] * (opening * (factor * (1.0 - opening) + silu))
         grad[e] = grad[e] * (opening * factor)
         total[e] += grad[e] * rounded[e]
@@ -100,7 +101,6 @@ def take_groups(
     eps,
     is_wide,
     silu,
-    plain,
     total,
 ):
     """All groups of rows of a block."""
@@ -123,7 +123,7 @@ def take_groups(
             if row >= tokens * heads:
                 for e in T.unroll(EIGHT):
                     grads[turn * EIGHT + e] = T.cast(0, dtype)
-            differentiate_vector(dtype, values, gates, grads, turn, w, eps, is_wide, silu, plain, total, out_x, out_g)
+            differentiate_vector(dtype, values, gates, grads, turn, w, eps, is_wide, silu, total, out_x, out_g)
             if row < tokens * heads:
                 store_vector(out_x, turn, dx, row, column)
                 store_vector(out_g, turn, dg, row, column)
@@ -176,18 +176,17 @@ def build_norm_backward(dtype):
             column = (thread % LANES) * EIGHT
             shares = T.alloc_shared((ROWS_PER_TURN, HEAD_DIM), "float32")
             w, total = Weight(dtype), T.alloc_local((EIGHT,), "float32")
-            silu, plain = T.alloc_var("float32"), T.alloc_var("float32")
+            silu = T.alloc_var("float32")
             load_weight(w, weight, wide_weight, is_wide, column)
             silu = T.cast(is_silu, "float32")
-            plain = 1.0 - silu
             for e in T.unroll(EIGHT):
                 total[e] = 0.0
             rows_read = (x, in_vectors(x_t, x_h), g, in_vectors(g_t, g_h), dy, in_vectors(dy_t, dy_h))
             where = (block, blocks, tokens, heads, column, thread)
             if is_wide != 0:
-                take_groups(dtype, *where, *rows_read, dx, dg, w, eps, True, silu, plain, total)
+                take_groups(dtype, *where, *rows_read, dx, dg, w, eps, True, silu, total)
             else:
-                take_groups(dtype, *where, *rows_read, dx, dg, w, eps, False, silu, plain, total)
+                take_groups(dtype, *where, *rows_read, dx, dg, w, eps, False, silu, total)
             write_part(total, shares, parts, block, thread)
 
     return norm_backward

@@ -86,6 +86,18 @@ def test_parts_of_wider_rows_give_the_same_bits(kernel, shape):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("shape", [(65, 128), (MANY_ROWS, 128)], ids=str)
+@pytest.mark.parametrize("weight_is_wide", [False, True], ids=["narrow", "wide"])
+def test_a_sigmoid_of_an_infinite_gate_is_0_or_1(kernel, shape, weight_is_wide):
+    x, g, weight, dy = make_inputs(shape, torch.float16, torch.float32 if weight_is_wide else torch.float16)
+    g[:, ::2] = 60_000.0
+    g[:, 1::2] = -60_000.0
+    finite = differentiate(kernel.rms_norm_gated, x, g, weight, dy, "sigmoid")
+    infinite = differentiate(kernel.rms_norm_gated, x, g * 2, weight, dy, "sigmoid")
+    for one, other in zip(finite, infinite, strict=True):
+        assert one.isfinite().all() and torch.equal(one, other)
+
+
 def test_gradients_repeat_bit_for_bit(kernel):
     inputs = make_inputs((50_000, 128), torch.bfloat16, torch.bfloat16)
     first = differentiate(kernel.rms_norm_gated, *inputs, "silu")
