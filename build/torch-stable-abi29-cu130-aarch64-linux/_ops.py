@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_6df2d6ef1b6f"
+NAMESPACE = "_flashqla_140e13d4186e"
 ops = getattr(torch.ops, NAMESPACE)
 
 
