@@ -222,14 +222,13 @@ static __device__ __forceinline__ void load_8_bytes(void* out, const void* place
   *static_cast<uint2*>(out) = loaded;
 }
 
-// Copies to shared memory that a thread waits for alone: COUNT vectors `step` after each other, from the `first` of such
-// steps on, to places STEP bytes apart.
+// Copies to shared memory that a thread waits for alone: `count` vectors `step` after each other, to places STEP bytes apart.
 static __device__ __forceinline__ unsigned shared_address(const void* place) {
   return static_cast<unsigned>(__cvta_generic_to_shared(place));
 }
 template <int BYTES, int COUNT, int STEP>
 static __device__ __forceinline__ void copy_round(unsigned place, const void* base, int first, int step) {
-  const char* from = static_cast<const char*>(base) + static_cast<long long>(first) * step * BYTES;
+  const char* from = static_cast<const char*>(base) + static_cast<long long>(first) * BYTES;
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(place + i * STEP), "l"(from), "n"(BYTES) : "memory");

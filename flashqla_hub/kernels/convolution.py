@@ -209,10 +209,10 @@ def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
                 load_history(taps, size, raw_history, x, x_at, x_token, first)
                 if stop - first == turn:
                     for i in T.unroll(turn):
-                        load_here(size, raw, i, x, x_at + i * T.cast(x_token, "int64"))
+                        load_here(size, raw, i, x, x_at + T.cast(i * x_token, "int64"))
                 else:
                     for i in T.unroll(turn):
-                        load_vector(size, raw, i, x, x_at + T.min(i, stop - first - 1) * T.cast(x_token, "int64"))
+                        load_vector(size, raw, i, x, x_at + T.cast(T.min(i, stop - first - 1) * x_token, "int64"))
                 load_weights(
                     taps, size, raw_weight, wide, weight, weights, wide_weights, is_wide, vector, width, not is_general
                 )

@@ -208,15 +208,15 @@ def walk_inside(
         if early < known:
             slot = place + T.cast(early * 2 * half, "uint32")
             at = early * turn
-            T.evaluate(T.call_extern("handle", copy, slot, T.address_of(x[x_at, 0]), at, x_token))
-            T.evaluate(T.call_extern("handle", copy, slot + half, T.address_of(dy[dy_at, 0]), at, dy_token))
+            T.evaluate(T.call_extern("handle", copy, slot, T.address_of(x[x_at, 0]), at * x_token, x_token))
+            T.evaluate(T.call_extern("handle", copy, slot + half, T.address_of(dy[dy_at, 0]), at * dy_token, dy_token))
         T.evaluate(T.call_extern("handle", "end_copies"))
     for part in T.unroll(rounds, unroll_factor=1):
         if part + AHEAD - 1 < known:
             slot = place + T.cast(T.bitwise_and(part + AHEAD - 1, AHEAD - 1) * (2 * half), "uint32")
             at = (part + AHEAD - 1) * turn
-            T.evaluate(T.call_extern("handle", copy, slot, T.address_of(x[x_at, 0]), at, x_token))
-            T.evaluate(T.call_extern("handle", copy, slot + half, T.address_of(dy[dy_at, 0]), at, dy_token))
+            T.evaluate(T.call_extern("handle", copy, slot, T.address_of(x[x_at, 0]), at * x_token, x_token))
+            T.evaluate(T.call_extern("handle", copy, slot + half, T.address_of(dy[dy_at, 0]), at * dy_token, dy_token))
         T.evaluate(T.call_extern("handle", "end_copies"))
         T.evaluate(T.call_extern("handle", f"wait_for_copies<{AHEAD - 1}>"))
         slot = place + T.cast(T.bitwise_and(part, AHEAD - 1) * (2 * half), "uint32")
@@ -236,8 +236,8 @@ def walk_inside(
             spread(taps, size, dz, weight, ring, dring, dweight, dbias, i % taps, 0, False, True)
             dx_place = dx_at + T.cast((part * turn + i) * row_vectors, "int64")
             write_vector(size, out, dring, (i + 1) % taps, dx, dx_place, i >= taps - 1 or part > 0)
-    x_at += T.min(rounds * turn, most) * T.cast(x_token, "int64")
-    dy_at += T.min(rounds * turn, most) * T.cast(dy_token, "int64")
+    x_at += T.min(rounds * turn, most) * x_token
+    dy_at += T.min(rounds * turn, most) * dy_token
     dx_at += rounds * turn * row_vectors
 
 
