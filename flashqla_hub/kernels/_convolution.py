@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 import tilelang.language as T
 
-from ._widen import WIDEN_CODE
-
 LOG2_E = 1.4426950408889634
 FLOATS = 4  # float32 values of a 16-byte access
 
@@ -114,18 +112,19 @@ def scale_weights(taps, size, weight, bias, silu):
 
 
 @T.macro
+def widen(size, wide, place, raw, i):
+    """Vector `place` of `wide` = vector i of `raw`, as float32."""
+    for pair in T.unroll(size // 2):
+        at = T.address_of(raw[i * size + 2 * pair])
+        wide[place * size + 2 * pair] = T.call_extern("float32", f"widen_{raw.dtype}_low", at)
+        wide[place * size + 2 * pair + 1] = T.call_extern("float32", f"widen_{raw.dtype}_high", at)
+
+
+@T.macro
 def load_vector(size, raw, place, x, at):
     """Issues the load of one token's vector."""
     for e in T.vectorized(size):
         raw[place * size + e] = x[at, e]
-
-
-@T.macro
-def load_here(size, raw, place, x, at):
-    """Issues the load of one token's vector, which the compiler leaves where it is."""
-    T.evaluate(
-        T.call_extern("handle", f"load_{2 * size}_bytes", T.address_of(raw[place * size]), T.address_of(x[at, 0]))
-    )
 
 
 @T.macro
@@ -191,9 +190,7 @@ def add_taps(taps, size, z, bias, weight, ring, place, reach, is_general):
 
 LN_2 = 0.6931471805599453
 
-DEVICE_CODE = (
-    WIDEN_CODE
-    + """
+DEVICE_CODE = """
 // ln 2 / (1 + 2^-x), to a few units in the last place. exp2f() and a division would spend six instructions on subnormal
 // numbers, which make no difference beside 1.
 static __device__ __forceinline__ float fast_gate(float x) {
@@ -204,59 +201,32 @@ static __device__ __forceinline__ float fast_gate(float x) {
   return result;
 }
 
-// The same number, of which the compiler does not know what has been made of it: nothing of that is kept in registers.
-static __device__ __forceinline__ int anew(int number) {
-  asm volatile("" : "+r"(number));
-  return number;
-}
-
-// Loads that stay where they are written.
-static __device__ __forceinline__ void load_4_bytes(void* out, const void* place) {
-  unsigned loaded;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(loaded) : "l"(place));
-  *static_cast<unsigned*>(out) = loaded;
-}
-static __device__ __forceinline__ void load_8_bytes(void* out, const void* place) {
-  uint2 loaded;
-  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(loaded.x), "=r"(loaded.y) : "l"(place));
-  *static_cast<uint2*>(out) = loaded;
-}
-
-// Copies to shared memory that a thread waits for alone: `count` vectors `step` after each other, to places STEP bytes apart.
-static __device__ __forceinline__ unsigned shared_address(const void* place) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(place));
-}
-template <int BYTES, int COUNT, int STEP>
-static __device__ __forceinline__ void copy_round(unsigned place, const void* base, int first, int step) {
-  const char* from = static_cast<const char*>(base) + static_cast<long long>(first) * BYTES;
-#pragma unroll
-  for (int i = 0; i < COUNT; i++) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(place + i * STEP), "l"(from), "n"(BYTES) : "memory");
-    from += static_cast<long long>(step) * BYTES;
-  }
-}
-static __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> static __device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-static __device__ __forceinline__ void read_8_bytes(void* out, unsigned place) {
-  uint2 read;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(read.x), "=r"(read.y) : "r"(place));
-  *static_cast<uint2*>(out) = read;
-}
-static __device__ __forceinline__ void read_4_bytes(void* out, unsigned place) {
-  unsigned read;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(read) : "r"(place));
-  *static_cast<unsigned*>(out) = read;
-}
-
 // Which lanes of the warp say so.
 static __device__ __forceinline__ int lanes_with(bool is_so) { return __ballot_sync(0xffffffffu, is_so); }
 
 // Tokens from the last change at or before `place` on: a bit of `changes` says that a sequence begins there. 33 without one.
 static __device__ __forceinline__ int count_since(int changes, int place) { return __clz(changes << (31 - place)) + 1; }
+
+// The two numbers of a register, in an instruction each where the compiler would take three for both.
+static __device__ __forceinline__ float widen_bfloat16_low(const void* pair) {
+  return __uint_as_float(*static_cast<const unsigned*>(pair) << 16);
+}
+static __device__ __forceinline__ float widen_bfloat16_high(const void* pair) {
+  return __uint_as_float(*static_cast<const unsigned*>(pair) & 0xffff0000u);
+}
+static __device__ __forceinline__ float widen_float16_low(const void* pair) {
+  float number;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}"
+      : "=f"(number) : "r"(*static_cast<const unsigned*>(pair)));
+  return number;
+}
+static __device__ __forceinline__ float widen_float16_high(const void* pair) {
+  float number;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}"
+      : "=f"(number) : "r"(*static_cast<const unsigned*>(pair)));
+  return number;
+}
 """
-)
 
 
 def fast_gate(x):

@@ -9,8 +9,7 @@ Writes       y [B, T, D] · final [B D (W - 1)], the last W - 1 tokens of initia
 Block        a tile, `turn` tokens of one row, of THREADS vectors of neighbouring channels; a thread has a vector
 
 A thread issues all its loads, of its tokens and the W - 1 before them, and then waits for the first: a grid of many such
-short blocks keeps more bytes in flight than rounds of loads do, and leaves little of its last wave empty. A whole tile with
-SiLU asks nothing on its way. A token of a
+short blocks keeps more bytes in flight than rounds of loads do, and leaves little of its last wave empty. A token of a
 negative sequence is seen by none and gives 0. A block may begin while the kernel before it on the stream ends
 (programmatic launch), and waits before its first load.
 """
@@ -25,20 +24,18 @@ from ._convolution import (
     add_taps,
     fast_gate,
     load_bias,
-    load_here,
     load_history,
     load_vector,
     load_weights,
     mark_tile,
     place_history,
     scale_weights,
+    widen,
 )
 from ._sm90 import HEAD_DIM, L2NORM_EPS, WARP
-from ._widen import widen
 
 SHAPES = {  # by the taps, the mode and whether heads are normalised; marks of a tile's tokens take 2 of 32 bits each
     (4, "exact", False): Shape(size=2, turn=20, blocks_per_sm=7),
-    (4, "long", False): Shape(size=4, turn=16, blocks_per_sm=5),
     (4, "exact", True): Shape(size=4, turn=16, blocks_per_sm=5),
     (4, "general", False): Shape(size=2, turn=16, blocks_per_sm=6),
     (4, "general", True): Shape(size=4, turn=16, blocks_per_sm=4),
@@ -84,10 +81,7 @@ def write_token(size, out, z, is_none, silu, is_normed, y, y_at, is_owned):
     gate = T.alloc_var("float32")
     for e in T.unroll(size):
         gate = fast_gate(z[e])
-        if silu is True:
-            z[e] = z[e] * gate
-        else:
-            z[e] = z[e] * T.Select(silu != 0, gate, 1.0)
+        z[e] = z[e] * T.Select(silu != 0, gate, 1.0)
     if is_normed:
         normalize(size, z)
     if is_none:
@@ -130,14 +124,15 @@ def convolve_tile(
             reach = T.min(width, T.call_extern("int32", "count_since", changes, i + taps - 1))
         add_taps(taps, size, z, bias, weight, ring, i % taps, reach, is_general)
         is_none = is_general and (nones >> (i + taps - 1) & 1) != 0
-        write_token(size, out, z, is_none, silu, is_normed, y, y_at + T.cast(i * vectors, "int64"), i < owned)
+        write_token(
+            size, out, z, is_none, silu, is_normed, y, y_at + T.cast(i, "int64") * T.cast(vectors, "int64"), i < owned
+        )
 
 
 def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
     """The prim_func; arguments in README.md.
 
-    mode: "exact" for the width `taps` and rows of one sequence each, "long" for the same where there are many of its larger
-    tiles, "general" for widths up to it and any sequences.
+    mode: "exact" for the width `taps` and rows of one sequence each, "general" for widths up to it and any sequences.
     norms_heads: whether the first `normed_vectors` vectors are normalised, HEAD_DIM channels at a time: those of a warp.
     """
     is_general, shape = mode == "general", shape or SHAPES[taps, mode, norms_heads]
@@ -207,12 +202,10 @@ def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
                 y_at = (row * T.cast(tokens, "int64") + first) * vectors + vector
                 state_at = (row * vectors + vector) * size * (width - 1)
                 load_history(taps, size, raw_history, x, x_at, x_token, first)
-                if stop - first == turn:
-                    for i in T.unroll(turn):
-                        load_here(size, raw, i, x, x_at + T.cast(i * x_token, "int64"))
-                else:
-                    for i in T.unroll(turn):
-                        load_vector(size, raw, i, x, x_at + T.cast(T.min(i, stop - first - 1) * x_token, "int64"))
+                for i in T.unroll(turn):
+                    load_vector(size, raw, i, x, x_at)
+                    if first + i + 1 < stop:
+                        x_at += x_token
                 load_weights(
                     taps, size, raw_weight, wide, weight, weights, wide_weights, is_wide, vector, width, not is_general
                 )
@@ -236,14 +229,15 @@ def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
                     changes,
                     nones,
                     width,
+                    silu,
+                    y,
+                    y_at,
+                    vectors,
                 )
-                where = (y, y_at, vectors)
-                if is_plain and silu != 0 and stop - first == turn:
-                    convolve_tile(*whole, True, *where, turn, False, is_normed)
-                elif is_plain:
-                    convolve_tile(*whole, silu, *where, stop - first, False, is_normed)
+                if is_plain:
+                    convolve_tile(*whole, stop - first, False, is_normed)
                 else:
-                    convolve_tile(*whole, silu, *where, stop - first, True, is_normed)
+                    convolve_tile(*whole, stop - first, True, is_normed)
                 if writes_final != 0 and stop == tokens:
                     write_final(
                         size,
@@ -251,7 +245,7 @@ def build_convolution(dtype, taps, mode, norms_heads=False, shape=None):
                         final,
                         state_at,
                         x,
-                        T.call_extern("int32", "anew", row) * x_row + vector,
+                        row * x_row + vector,
                         x_token,
                         initial,
                         tokens,

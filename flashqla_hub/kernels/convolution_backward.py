@@ -7,9 +7,6 @@
 Reads        x dy [B, T, D] · weights [D W] · bias [D] · sequence [B T] int32 · initial dfinal [B D (W - 1)]
 Writes       dx [B, T, D] · dinitial [B D (W - 1)] · partial [tiles, taps + 1, D] f32, sums of dweight and dbias over a tile
 
-Shared       in the exact mode, rounds of x and dy on their way to the thread that ordered them, and three numbers of each thread:
-             nothing is handed to another thread, and there is no barrier
-
 Thread       a vector of neighbouring channels over the `tokens_per_thread` tokens of a tile, and the W - 1 behind them, whose
              dz reach into it. Sums of dx live in a ring as the tokens do: that of token t - taps + 1 is complete after token t.
 
@@ -36,8 +33,8 @@ from ._convolution import (
     mark_tokens,
     place_history,
     scale_weights,
+    widen,
 )
-from ._widen import widen
 
 SHAPES = {  # by the taps and whether the mode is "exact"
     (4, True): Shape(size=4, turn=4, blocks_per_sm=4),
@@ -45,9 +42,6 @@ SHAPES = {  # by the taps and whether the mode is "exact"
     (8, True): Shape(size=2, turn=8, blocks_per_sm=3),
     (8, False): Shape(size=2, turn=8, blocks_per_sm=3),
 }
-
-AHEAD = 4  # rounds that a thread has ordered to shared memory, a power of two
-KEPT_TILE, KEPT_VECTOR, KEPT_FIRST = range(3)  # of a thread, in shared memory while it needs its registers
 
 
 @T.macro
@@ -59,15 +53,6 @@ def differentiate(size, dz, z, dy, at, silu):
         gate = fast_gate(z[e])
         gate = gate + z[e] * gate * (LN_2 - gate)
         dz[e] = dz[e] * T.Select(silu != 0, gate, 1.0)
-
-
-@T.macro
-def multiply_slope(size, dz, z):
-    """dz = ln 2 dz silu'(z) with z in units of ln 2."""
-    gate = T.alloc_var("float32")
-    for e in T.unroll(size):
-        gate = fast_gate(z[e])
-        dz[e] = dz[e] * (gate + z[e] * gate * (LN_2 - gate))
 
 
 @T.macro
@@ -164,83 +149,6 @@ def take_token(
     spread(taps, size, dz, weight, ring, dring, dweight, dbias, i % taps, reach, is_general, is_owned)
 
 
-@T.macro
-def walk_inside(
-    taps,
-    size,
-    turn,
-    rounds,
-    known,
-    x,
-    x_at: T.Ref,
-    x_token,
-    dy,
-    dy_at: T.Ref,
-    dy_token,
-    dx,
-    dx_at: T.Ref,
-    row_vectors,
-    most,
-    ahead,
-    thread,
-    out,
-    z,
-    dz,
-    ring,
-    dring,
-    raw,
-    raw_dy,
-    weight,
-    bias,
-    dweight,
-    dbias,
-):
-    """The first `rounds` of a tile, with SiLU and all taps, while a whole round of tokens follows: nothing is asked.
-
-    known: rounds behind the first whose tokens are all there. x_at, dy_at: where the next round lies; afterwards where its
-    token lies that is to be loaded next, `most` on at most.
-    """
-    token_bytes, half = THREADS * size * 2, turn * THREADS * size * 2
-    copy, read = f"copy_round<{2 * size}, {turn}, {token_bytes}>", f"read_{2 * size}_bytes"
-    place, slot, at = T.alloc_var("uint32"), T.alloc_var("uint32"), T.alloc_var("int32")
-    place = T.call_extern("uint32", "shared_address", T.address_of(ahead[0, thread * size]))
-    for early in T.unroll(AHEAD - 1):
-        if early < known:
-            slot = place + T.cast(early * 2 * half, "uint32")
-            at = early * turn
-            T.evaluate(T.call_extern("handle", copy, slot, T.address_of(x[x_at, 0]), at * x_token, x_token))
-            T.evaluate(T.call_extern("handle", copy, slot + half, T.address_of(dy[dy_at, 0]), at * dy_token, dy_token))
-        T.evaluate(T.call_extern("handle", "end_copies"))
-    for part in T.unroll(rounds, unroll_factor=1):
-        if part + AHEAD - 1 < known:
-            slot = place + T.cast(T.bitwise_and(part + AHEAD - 1, AHEAD - 1) * (2 * half), "uint32")
-            at = (part + AHEAD - 1) * turn
-            T.evaluate(T.call_extern("handle", copy, slot, T.address_of(x[x_at, 0]), at * x_token, x_token))
-            T.evaluate(T.call_extern("handle", copy, slot + half, T.address_of(dy[dy_at, 0]), at * dy_token, dy_token))
-        T.evaluate(T.call_extern("handle", "end_copies"))
-        T.evaluate(T.call_extern("handle", f"wait_for_copies<{AHEAD - 1}>"))
-        slot = place + T.cast(T.bitwise_and(part, AHEAD - 1) * (2 * half), "uint32")
-        for i in T.unroll(turn):
-            widen(size, ring, i % taps, raw, i)
-            widen(size, dz, 0, raw_dy, i)
-            T.evaluate(
-                T.call_extern("handle", read, T.address_of(raw[i * size]), slot + T.cast(i * token_bytes, "uint32"))
-            )
-            T.evaluate(
-                T.call_extern(
-                    "handle", read, T.address_of(raw_dy[i * size]), slot + T.cast(half + i * token_bytes, "uint32")
-                )
-            )
-            add_taps(taps, size, z, bias, weight, ring, i % taps, 0, False)
-            multiply_slope(size, dz, z)
-            spread(taps, size, dz, weight, ring, dring, dweight, dbias, i % taps, 0, False, True)
-            dx_place = dx_at + T.cast((part * turn + i) * row_vectors, "int64")
-            write_vector(size, out, dring, (i + 1) % taps, dx, dx_place, i >= taps - 1 or part > 0)
-    x_at += T.min(rounds * turn, most) * x_token
-    dy_at += T.min(rounds * turn, most) * dy_token
-    dx_at += rounds * turn * row_vectors
-
-
 def build_convolution_backward(dtype, taps, mode, shape=None):
     """The prim_func; arguments in README.md.
 
@@ -310,10 +218,7 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
             out = T.alloc_local((size,), dtype)
             tile, vector, row, tiles, state_at, entry_at = (T.alloc_var("int32") for _ in range(6))
             first, stop, end, token, origin, previous, marks, u = (T.alloc_var("int32") for _ in range(8))
-            kept_smem = T.alloc_shared((3, THREADS), "int32")
-            if not is_general:
-                ahead_smem = T.alloc_shared((AHEAD * 2 * turn, THREADS * size), dtype)
-            scale, inside = T.alloc_var("float32"), T.alloc_var("int32")
+            scale = T.alloc_var("float32")
             x_at, dy_at, dx_at, partial_at = (T.alloc_var("int64") for _ in range(4))
             tile = T.truncdiv(block * THREADS + T.get_thread_binding(), vectors)
             vector = T.truncmod(block * THREADS + T.get_thread_binding(), vectors)
@@ -351,36 +256,8 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
                     dbias[e] = 0.0
                 held = (z, dz, ring, dring, raw, raw_dy, weight, bias_local, dweight, dbias, marks, origin)
                 kept = (tokens - width + 1, width, has_dfinal)
-                inside = 0
-                kept_smem[KEPT_TILE, T.get_thread_binding()] = tile
-                kept_smem[KEPT_VECTOR, T.get_thread_binding()] = vector
-                if not is_general:
-                    kept_smem[KEPT_FIRST, T.get_thread_binding()] = first
-                    if silu != 0:
-                        inside = T.min(T.truncdiv(stop - first, turn), T.max(T.truncdiv(tokens - first, turn) - 1, 0))
-                    most = T.max(end - 1 - first - turn, 0)
-                    along = (
-                        x,
-                        x_at,
-                        x_token,
-                        dy,
-                        dy_at,
-                        dy_token,
-                        dx,
-                        dx_at,
-                        row_vectors,
-                        most,
-                        ahead_smem,
-                        T.get_thread_binding(),
-                    )
-                    known = T.max(T.truncdiv(tokens - first, turn) - 1, 0)
-                    walk_inside(taps, size, turn, inside, known, *along, out, *held[:10])
-                    keep_order()
-                    first = kept_smem[KEPT_FIRST, T.get_thread_binding()]
-                    stop = T.min(first + tokens_per_thread, tokens)
-                    end = T.min(stop + taps - 1, tokens)
-                for part in T.unroll(T.truncdiv(stop - first + turn - 1, turn) - inside, unroll_factor=1):
-                    token = first + (inside + part) * turn
+                for part in T.unroll(T.truncdiv(stop - first + turn - 1, turn), unroll_factor=1):
+                    token = first + part * turn
                     for i in T.unroll(turn):
                         load_vector(size, coming, i, x, x_at)
                         load_vector(size, coming_dy, i, dy, dy_at)
@@ -428,8 +305,6 @@ def build_convolution_backward(dtype, taps, mode, shape=None):
                     dweight[i] = dweight[i] * scale
                 for e in T.unroll(size):
                     dbias[e] = dbias[e] * scale
-                tile = kept_smem[KEPT_TILE, T.get_thread_binding()]
-                vector = kept_smem[KEPT_VECTOR, T.get_thread_binding()]
                 partial_at = T.cast(tile, "int64") * (taps + 1) * row_vectors + vector
                 for j in T.unroll(taps):
                     for e in T.vectorized(size):

@@ -104,7 +104,7 @@ class ConvolutionSpec:
 
     dtype: str
     taps: int
-    mode: str  # "exact" or "long" for this width and rows of one sequence, "general" for widths up to it and any sequences
+    mode: str  # "exact" for this width and rows of one sequence, "general" for widths up to it and any sequences
     norms_heads: bool = False  # the form for the layer, which also normalises the heads of q and k
     # A round of four tokens has a load and a store each.
     minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 8, "STG": 4})
@@ -423,7 +423,6 @@ SPECS = (
     *(BackwardScanSpec(dtype) for dtype in DTYPES),
     *(BackwardGradientsSpec(dtype) for dtype in DTYPES),
     *(ConvolutionSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS, ("exact", "general"))),
-    *(ConvolutionSpec(dtype, 4, "long") for dtype in DTYPES),
     *(ConvolutionSpec(dtype, 4, mode, norms_heads=True) for dtype in DTYPES for mode in ("exact", "general")),
     *(ConvolutionBackwardSpec(*key) for key in product(DTYPES, CONVOLUTION_TAPS, ("exact", "general", "states"))),
     *(ConvolutionGradientsSpec(dtype) for dtype in (*DTYPES, "fp32")),

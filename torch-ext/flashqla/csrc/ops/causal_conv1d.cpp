@@ -154,18 +154,8 @@ struct Cut {
 
 constexpr Cut TURNED = {4, 8};
 
-constexpr Cut LARGE = {4, 16};  // with heads normalised, and of long rows
-
-// Whether there are so many large tiles that their blocks fill a card a few times, five an SM: they move fewer instructions for
-// a byte, and smaller ones begin and end sooner.
-bool is_long(const Sizes& sizes) {
-  constexpr int64_t WAVES = 4, THREADS_PER_SM = 5 * 128;
-  const int64_t threads = sizes.batch * divide_up(sizes.tokens, LARGE.tokens) * (sizes.channels / LARGE.vector);
-  return sizes.taps() == NARROW && threads >= WAVES * MULTIPROCESSORS * THREADS_PER_SM;
-}
-
 Cut cut_forward(const Sizes& sizes, bool is_exact, bool norms_heads) {
-  if (norms_heads || (is_exact && is_long(sizes))) return LARGE;
+  if (norms_heads) return {4, 16};
   return {2, is_exact && sizes.taps() == NARROW ? 20 : 16};
 }
 
@@ -215,9 +205,6 @@ ForwardLaunch forward_kernel(const TensorView& x, const Sizes& sizes, bool is_ex
   }
   if (norms_heads) {
     return is_bfloat16(x) ? launch_convolution_normed_general_4_bf16 : launch_convolution_normed_general_4_fp16;
-  }
-  if (is_exact && is_long(sizes)) {
-    return is_bfloat16(x) ? launch_convolution_long_4_bf16 : launch_convolution_long_4_fp16;
   }
   return choose_kernel(is_exact ? EXACT : GENERAL, x, sizes);
 }
