@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_140e13d4186e"
+NAMESPACE = "_flashqla_9b115ff8b245"
 ops = getattr(torch.ops, NAMESPACE)
 
 
