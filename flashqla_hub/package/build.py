@@ -19,7 +19,8 @@ def build_command(
 ) -> None:
     """Assemble build/: every variant, its metadata and digests, and the card. The same sources give the same bytes.
 
-    Variants with a library need the compilers of requirements/build.txt; `--variant torch-universal` needs none.
+    Variants with a library need the compilers of requirements/build.txt; `--variant torch-universal` needs none. The folder
+    holds nothing else afterwards: with `--variant`, variants that are not named are removed from it.
     """
     with told_in_one_sentence():
         project = read_project(path)
