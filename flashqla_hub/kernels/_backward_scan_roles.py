@@ -273,12 +273,12 @@ def publish_reads(thread, t, b, r, i):
     wait(b.reads_free, 0, phase_before(i, 1))
     for a, c in T.Parallel(VALUE_TILE, CHUNK):
         t.reads[c // 8 * 2 + a % 16 // 8, a // 16 * WARP + a % 8 * QUAD + c % 8 // 2, c % 2] = r.read[a, c]
-    T.fence_proxy_async()
     arrive(b.reads_ready, 0, thread)
 
 
 @T.macro
-def take_reads(thread, t, b, r):
+def take_reads(thread, t, b, r, i):
+    wait(b.reads_ready, 0, phase(i, 1))
     for a, c in T.Parallel(VALUE_TILE, CHUNK):
         r.read[a, c] = t.reads[c // 8 * 2 + a % 16 // 8, a // 16 * WARP + a % 8 * QUAD + c % 8 // 2, c % 2]
     arrive(b.reads_free, 0, thread)
@@ -302,17 +302,17 @@ def advance_gradient(thread, dtype, t, b, r, item, i, lead, has_outputs):
     for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
         r.S[a, c] *= decay
     T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True)
-    wait(b.reads_ready, 0, phase(i, 1))
-    T.wgmma_gemm(t.do[stage, :, :], t.q[stage, :, :], r.S, transpose_A=True)
     if has_outputs:
         publish_state(thread, t, b, r, i - item[ITEM_SILENT])
-    take_reads(thread, t, b, r)
-    T.wait_wgmma(1)
+    take_reads(thread, t, b, r, i)
+    T.wait_wgmma(0)
     for a, c in T.Parallel(VALUE_TILE, CHUNK):
         r.Z[a, c] = r.read[a, c] + r.W[a, c] * t.rows[stage, WRITE, c]
     T.wgmma_gemm(r.Z, t.solve[stage, CHUNK:, :], r.dv[0], clear_accum=True)
     T.wgmma_gemm(r.Z, t.solve[stage, :CHUNK, :], r.dv[1], clear_accum=True)
-    T.wait_wgmma(0)
+    wait(b.do_ready, stage, phase(i, STAGES))
+    T.wgmma_gemm(t.do[stage, :, :], t.q[stage, :, :], r.S, transpose_A=True)
+    T.wait_wgmma(1)
     for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
         r.N[a, c] = -r.dv[0][a, c] * t.rows[stage, TAKE, c]
     for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
@@ -349,13 +349,11 @@ def weigh_scores(t, r, stage):
     if t.rows[stage, SINCE, 0] != UNFACTORED:
         for a in T.Parallel(CHUNK):
             r.row[a] *= t.rows[stage, SINCE, a]
-        T.wait_wgmma(0)
         for a, c in T.Parallel(CHUNK, CHUNK):
             r.scores[a, c] *= T.Select(a >= c, r.row[a] * t.pair_rows[stage, PAIR_COLUMN, c], 0.0)
     else:
         for a in T.Parallel(CHUNK):
             r.decay[a] = t.rows[stage, DECAY, a]
-        T.wait_wgmma(0)
         for a, c in T.Parallel(CHUNK, CHUNK):
             since = T.exp2(T.Select(a >= c, r.decay[a] - t.pair_rows[stage, PAIR_REFERENCE, c], VANISHING))
             r.scores[a, c] *= r.row[a] * (since * t.pair_rows[stage, PAIR_COLUMN, c])
@@ -363,13 +361,18 @@ def weigh_scores(t, r, stage):
 
 @T.macro
 def make_reads(thread, dtype, t, b, r, item):
-    """P^T dO of each chunk, ahead of the warpgroup that needs it, and then query dO in the place of dO."""
-    rows = T.alloc_var("int32")
+    """P^T dO of each chunk, ahead of the warpgroup that needs it, and then query dO in the place of dO.
+
+    Scores of the next chunk are on their way meanwhile.
+    """
+    rows, coming = T.alloc_var("int32"), T.alloc_var("int32")
+    if item[ITEM_CHUNKS] > 0:
+        wait(b.chunk_ready, 0, 0)
+        T.wgmma_gemm(t.q[0, :, :], t.k[0, :, :], r.scores, transpose_B=True, clear_accum=True)
     for i in T.serial(item[ITEM_CHUNKS]):
         stage = i % STAGES
         rows = T.Select(i == 0, item[ITEM_LAST_ROWS], CHUNK)
-        wait(b.chunk_ready, stage, phase(i, STAGES))
-        T.wgmma_gemm(t.q[stage, :, :], t.k[stage, :, :], r.scores, transpose_B=True, clear_accum=True)
+        T.wait_wgmma(0)
         weigh_scores(t, r, stage)
         if rows < CHUNK:
             # The other role is clearing these rows of k and q, and any number may be there.
@@ -384,10 +387,18 @@ def make_reads(thread, dtype, t, b, r, item):
         T.sync_threads(READ_MEETING, WARPGROUP)
         T.wgmma_gemm(t.do[stage, :, :], t.scores, r.read, transpose_A=True, clear_accum=True)
         T.wait_wgmma(0)
-        T.sync_threads(READ_MEETING, WARPGROUP)
+        publish_reads(thread, t, b, r, i)
+        coming = T.min(i + 1, item[ITEM_CHUNKS] - 1)  # behind the last chunk its scores once more, for nobody
+        wait(b.chunk_ready, coming % STAGES, phase(coming, STAGES))
+        T.wgmma_gemm(
+            t.q[coming % STAGES, :, :], t.k[coming % STAGES, :, :], r.scores, transpose_B=True, clear_accum=True
+        )
+        T.sync_threads(READ_MEETING, WARPGROUP)  # nobody reads dO or P any more
         for a, c in T.Parallel(CHUNK, VALUE_TILE):
             t.do[stage, a, c] = T.cast(t.do[stage, a, c], FLOAT32) * t.rows[stage, QUERY, a]
-        publish_reads(thread, t, b, r, i)
+        T.fence_proxy_async()
+        arrive(b.do_ready, stage, thread)
+    T.wait_wgmma(0)
 
 
 @T.macro

@@ -131,14 +131,15 @@ def _carry(trips):
         stage = i % STAGES
         yield wait("chunk_ready", stage, phase(i, STAGES))
         yield read("chunk", stage, i)
-        yield wait("reads_ready", 0, phase(i, 1))
-        yield read("scaled", stage, i)
         yield wait("state_free", 0, phase_before(i, 1))
         yield write("state", 0, i)
         yield arrive("state_ready", 0, warps)
+        yield wait("reads_ready", 0, phase(i, 1))
         yield read("reads", 0, i)
         yield done("reads", 0, i)
         yield arrive("reads_free", 0, warps)
+        yield wait("do_ready", stage, phase(i, STAGES))
+        yield read("scaled", stage, i)
         yield wait("values_free", 0, phase_before(i, 1))
         yield write("out", 0, i)
         yield arrive("values_ready", 0, warps)
@@ -148,16 +149,21 @@ def _carry(trips):
 
 
 def _make_reads(trips):
-    """Where it scales do is free when the chunk is there: who reads that lets the chunk before go after it."""
+    """`scaled` is the chunk's do, which the chunk has brought and nobody else reads."""
+    if trips:
+        yield wait("chunk_ready", 0, phase(0, STAGES))
+        yield read("chunk", 0, 0)
     for i in range(trips):
-        stage = i % STAGES
-        yield wait("chunk_ready", stage, phase(i, STAGES))
-        yield read("chunk", stage, i)
-        yield write("scaled", stage, i)
-        yield done("chunk", stage, i)
+        stage, coming = i % STAGES, min(i + 1, trips - 1)
         yield wait("reads_free", 0, phase_before(i, 1))
         yield write("reads", 0, i)
         yield arrive("reads_ready", 0, BACKWARD_SCAN.reads.warps)
+        yield wait("chunk_ready", coming % STAGES, phase(coming, STAGES))
+        if coming > i:
+            yield read("chunk", coming % STAGES, coming)
+        yield write("scaled", stage, i)
+        yield done("chunk", stage, i)
+        yield arrive("do_ready", stage, BACKWARD_SCAN.reads.warps)
 
 
 def _load(trips):
@@ -194,7 +200,7 @@ BACKWARD_SCAN_PROTOCOL = Protocol(
     tiles={
         "link": TileSlots(1, ("carry",)),  # a transition, in the places of keys and queries
         "chunk": TileSlots(STAGES, ("carry", "make_reads")),
-        "scaled": TileSlots(STAGES, ("carry",)),  # the chunk's do, in its place
+        "scaled": TileSlots(STAGES, ("carry",)),
         "reads": TileSlots(1, ("carry",)),
         "state": TileSlots(1, ("store_state",)),
         "out": TileSlots(1, ("store_values",)),

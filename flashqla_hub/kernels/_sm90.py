@@ -272,6 +272,7 @@ class BackwardScanLayout:
             "chunk_free": warps,
             "reads_ready": self.reads.warps,
             "reads_free": warps,
+            "do_ready": self.reads.warps,
             "state_ready": warps,
             "state_free": 1,
             "values_ready": warps,
@@ -282,7 +283,7 @@ class BackwardScanLayout:
 
     @property
     def barrier_slots(self) -> dict[str, int]:
-        staged = ("chunk_ready", "chunk_free")
+        staged = ("chunk_ready", "chunk_free", "do_ready")
         return dict.fromkeys(self.arrivals, 1) | dict.fromkeys(staged, self.stages)
 
     def shared_memory(self, dtype: str) -> int:

@@ -16,8 +16,8 @@ that a state may start as the identity, without values, and that links may come 
 
 The state stands transposed in registers and is the left operand of its products. A warpgroup alone waits for most of its own
 products, so what bounds a block is what it does between them. It leaves as much as it can to others: what a chunk's dO reads of
-its writes comes in float32 from the second warpgroup, a chunk ahead; that one also scales dO, for a product that needs no
-registers; and the fences between its stores and TMA are those of the storers, behind the barrier that they wait for.
+its writes comes in float32 from the second warpgroup, a chunk ahead; that one also scales dO, for a product that takes nothing
+from registers; and the fences between its stores and TMA are those of the storers, behind the barrier that they wait for.
 
 Reads        q k [T, H, 128] · v dout [T, HV, 128] · solve [slots, HV, 96, 32] · row_scales pair_scales bound of
              `backward_rows.py` · segments [segment_slots, 6] · initial state and gradient of the final state f32
@@ -35,9 +35,10 @@ storers       2 x 32    80          the state tile; errors or dv
 
 Barrier         set by          waited on by     arrivals
 chunk_ready     loader          state, reads     1 and the bytes
-chunk_free      state           loader           4; it has waited for the reads, which come after those of the chunk's tiles
+chunk_free      state           loader           4; it has waited for the reads and for query dO, which come after theirs
 reads_ready     reads           state            4
 reads_free      state           reads            4
+do_ready        reads           state            4
 state_ready     state           state storer     4
 state_free      state storer    state            1
 values_ready    state           value storer     4
@@ -45,7 +46,7 @@ values_free     value storer    state            1
 link_ready      loader          state            1 and the bytes
 link_free       state           loader           4
 named 1         state           state            128, in a chunk that ends early, and once zeros stand for values
-named 2         reads           reads            128, when P is there, and when nobody reads dO any more
+named 2         reads           reads            128, when P is there, and when nobody reads it and dO any more
 """
 
 import tilelang.language as T
