@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import tilelang.language as T
 
+from ._widen import WIDEN_CODE
+
 LOG2_E = 1.4426950408889634
 FLOATS = 4  # float32 values of a 16-byte access
 
@@ -112,15 +114,6 @@ def scale_weights(taps, size, weight, bias, silu):
 
 
 @T.macro
-def widen(size, wide, place, raw, i):
-    """Vector `place` of `wide` = vector i of `raw`, as float32."""
-    for pair in T.unroll(size // 2):
-        at = T.address_of(raw[i * size + 2 * pair])
-        wide[place * size + 2 * pair] = T.call_extern("float32", f"widen_{raw.dtype}_low", at)
-        wide[place * size + 2 * pair + 1] = T.call_extern("float32", f"widen_{raw.dtype}_high", at)
-
-
-@T.macro
 def load_vector(size, raw, place, x, at):
     """Issues the load of one token's vector."""
     for e in T.vectorized(size):
@@ -190,7 +183,9 @@ def add_taps(taps, size, z, bias, weight, ring, place, reach, is_general):
 
 LN_2 = 0.6931471805599453
 
-DEVICE_CODE = """
+DEVICE_CODE = (
+    WIDEN_CODE
+    + """
 // ln 2 / (1 + 2^-x), to a few units in the last place. exp2f() and a division would spend six instructions on subnormal
 // numbers, which make no difference beside 1.
 static __device__ __forceinline__ float fast_gate(float x) {
@@ -206,27 +201,8 @@ static __device__ __forceinline__ int lanes_with(bool is_so) { return __ballot_s
 
 // Tokens from the last change at or before `place` on: a bit of `changes` says that a sequence begins there. 33 without one.
 static __device__ __forceinline__ int count_since(int changes, int place) { return __clz(changes << (31 - place)) + 1; }
-
-// The two numbers of a register, in an instruction each where the compiler would take three for both.
-static __device__ __forceinline__ float widen_bfloat16_low(const void* pair) {
-  return __uint_as_float(*static_cast<const unsigned*>(pair) << 16);
-}
-static __device__ __forceinline__ float widen_bfloat16_high(const void* pair) {
-  return __uint_as_float(*static_cast<const unsigned*>(pair) & 0xffff0000u);
-}
-static __device__ __forceinline__ float widen_float16_low(const void* pair) {
-  float number;
-  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}"
-      : "=f"(number) : "r"(*static_cast<const unsigned*>(pair)));
-  return number;
-}
-static __device__ __forceinline__ float widen_float16_high(const void* pair) {
-  float number;
-  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}"
-      : "=f"(number) : "r"(*static_cast<const unsigned*>(pair)));
-  return number;
-}
 """
+)
 
 
 def fast_gate(x):

@@ -30,9 +30,9 @@ from ._convolution import (
     mark_tile,
     place_history,
     scale_weights,
-    widen,
 )
 from ._sm90 import HEAD_DIM, L2NORM_EPS, WARP
+from ._widen import widen
 
 SHAPES = {  # by the taps, the mode and whether heads are normalised; marks of a tile's tokens take 2 of 32 bits each
     (4, "exact", False): Shape(size=2, turn=20, blocks_per_sm=7),

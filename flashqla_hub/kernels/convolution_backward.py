@@ -33,8 +33,8 @@ from ._convolution import (
     mark_tokens,
     place_history,
     scale_weights,
-    widen,
 )
+from ._widen import widen
 
 SHAPES = {  # by the taps and whether the mode is "exact"
     (4, True): Shape(size=4, turn=4, blocks_per_sm=4),

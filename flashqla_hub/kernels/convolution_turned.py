@@ -23,9 +23,9 @@ from ._convolution import (
     load_weights,
     mark_tokens,
     scale_weights,
-    widen,
 )
 from ._sm90 import WARP
+from ._widen import widen
 from .convolution import write_token
 
 CHANNELS, TOKENS = 64, 64
