@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_9b115ff8b245"
+NAMESPACE = "_flashqla_3a71324159c7"
 ops = getattr(torch.ops, NAMESPACE)
 
 
