@@ -27,10 +27,14 @@ def build_command(
         variants = _choose(variant)
         files = assemble(project, variants)
         folder = output or project.build
+        there = {entry.name for entry in folder.iterdir() if entry.is_dir()} if folder.is_dir() else set()
         write_tree(files, folder)
     size = sum(map(len, files.values()))
     names = ", ".join(variant.name for variant in variants)
     typer.echo(f"{folder}: {names}; {len(files)} files, {size:,} bytes")
+    removed = there - {variant.name for variant in variants}
+    if removed:
+        typer.echo(f"removed, since --variant does not name them: {', '.join(sorted(removed))}")
 
 
 def _choose(names: Sequence[str] | None) -> tuple[Variant, ...]:

@@ -47,6 +47,15 @@ def test_failing_command_shows_no_traceback(run_python: RunPython):
     assert done.stderr.startswith("error: ") and "holds no build.toml" in done.stderr
 
 
+def test_build_says_which_variants_it_removed(sources: Path, run_python: RunPython):
+    (sources / "build" / "torch-cuda").mkdir(parents=True)
+    (sources / "build" / "torch-cuda" / "metadata.json").write_text("{}")
+    done = run_python("-m", "flashqla_hub", "build", str(sources), "--variant", "torch-universal")
+    assert done.returncode == 0, done.stderr
+    assert "removed, since --variant does not name them: torch-cuda\n" in done.stdout
+    assert [entry.name for entry in sorted((sources / "build").iterdir())] == ["CARD.md", "torch-universal"]
+
+
 def test_publishing_with_an_old_huggingface_hub_is_refused(committed: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(publish, "installed_version", lambda package: "2.2.0")
     with pytest.raises(PackageError, match=r"needs huggingface_hub>=2\.3, not 2\.2\.0"):
