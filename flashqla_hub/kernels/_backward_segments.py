@@ -7,7 +7,8 @@ is certified: the next segment replays the window, any other next segment links 
     forward     S = S_j + M_j S before             S_j: from zero, the first segment's from the initial state
     reverse     dS = dS_j + M_j^T dS behind        dS_j: from zero, the last segment's from the final gradient
 
-Blocks that make S_j, M_j and dS_j run in a launch of their own, beforehand, and leave `forgets`.
+Blocks that make S_j, M_j and dS_j have a launch of their own, beside which that of the outputs begins, and leave `forgets`: who
+follows links waits for the end of that launch.
 
 Without links nobody makes states: where a segment's window is not certified, or longer than a quarter of a segment, the block
 of the segment before it walks on, and its own block does nothing. A head that never forgets is walked by one block.
@@ -220,6 +221,7 @@ def describe_outputs(
                 count = T.truncdiv(chunks + segment_chunks - 1, segment_chunks) - 1 - segment[SEGMENT_INDEX]
                 count = T.Select(direction == FORWARD, segment[SEGMENT_INDEX], count)
                 first = direction
+                T.pdl_sync()  # for the launch that makes states
                 count_links(found, forgets, reach, row, stride, first, count, lane)
                 item[ITEM_START] = START_STATE
                 item[ITEM_LINKS] = found[0]

@@ -14,6 +14,11 @@ two directions fill the card; with fewer blocks sequences are cut into segments.
 launch before this one make it, is told in `_backward_segments.py`; here it means that some first chunks may have no outputs,
 that a state may start as the identity, without values, and that links may come before the chunks: S <- S M + S_j.
 
+Blocks that write outputs begin beside those that make states (programmatic launch), once the last of those runs and has seen the
+kernel before it end. Only a block that follows links waits for what they make; a warp with nothing else to do waits in
+each block, so that this launch ends behind the other. The GPU starts blocks in the order of their indices: segments where a
+direction starts come first, and of each the reverse, which takes longest.
+
 The state stands transposed in registers and is the left operand of its products. A warpgroup alone waits for most of its own
 products, so what bounds a block is what it does between them. It leaves as much as it can to others: what a chunk's dO reads of
 its writes comes in float32 from the second warpgroup, a chunk ahead; that one also scales dO, for a product that needs no
@@ -155,18 +160,22 @@ def build_backward_scan(dtype):
             thread = T.get_thread_binding()
             item, lead = T.alloc_local((ITEM_WORDS,), "int32"), T.alloc_local((1,), "float32")
             segment = T.alloc_local((SEGMENT_WORDS,), "int32")
-            place, part, direction = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            part, direction = T.alloc_var("int32"), T.alloc_var("int32")
             slot, head, key_head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            half = block % HALVES
-            part = T.truncmod(T.truncdiv(block, HALVES), T.Select(makes_states != 0, MAKERS, DIRECTIONS))
-            place = T.truncdiv(T.truncdiv(block, HALVES), T.Select(makes_states != 0, MAKERS, DIRECTIONS))
+            parts = T.Select(makes_states != 0, MAKERS, DIRECTIONS)
+            half, place = T.truncmod(block, HALVES), T.truncdiv(block, HALVES)
+            head, turn = T.truncmod(place, value_heads), T.truncdiv(place, value_heads)
+            slot, part = T.truncdiv(turn, parts), parts - 1 - T.truncmod(turn, parts)  # what takes longest starts first
             direction = part
             if makes_states != 0:
                 direction = T.Select(part == MAKE_GRADIENT, REVERSE, FORWARD)
-            slot, head = T.truncdiv(place, value_heads), T.truncmod(place, value_heads)
-            if T.And(makes_states == 0, direction == REVERSE):  # who may walk on through all segments starts first
+            elif direction == REVERSE:  # who may walk on through all segments starts first
                 slot = segment_slots - 1 - slot
             key_head = T.truncdiv(head, T.truncdiv(value_heads, key_heads))
+            if T.Or(makes_states != 0, has_links == 0):
+                T.pdl_sync()
+            if makes_states != 0:
+                T.pdl_trigger()
             if thread < WARP:
                 for word in T.unroll(SEGMENT_WORDS):
                     segment[word] = segments[slot, word]
@@ -185,6 +194,7 @@ def build_backward_scan(dtype):
                 if thread == 0:
                     for word in T.unroll(ITEM_WORDS):
                         t.item[word] = item[word]
+            T.fence_proxy_async()
             T.sync_threads()
             for word in T.unroll(ITEM_WORDS):
                 item[word] = t.item[word]
@@ -249,5 +259,7 @@ def build_backward_scan(dtype):
                         store_errors(thread, t, b, item, head, half, errors)
                     else:
                         store_value_gradients(thread, thread % WARP, t, b, item, head, column, dv)
+                else:
+                    T.pdl_sync()
 
     return backward_scan
