@@ -27,9 +27,9 @@ has been rounded, so all of them use it as it is, p times what it should be: whe
 `lead` is G of the chunk's first token, without which the scans would leave the range of float16. A row behind the sequence's
 end has beta 0 and the decay of the last token. This kernel and `factor.py` find r from the same float32 numbers.
 
-Reads        q k [T, H, 128] if they are normalised, k too if sequences are cut · g beta [T, HV] f32 · chunks [slots, 4]
+Reads        q k [T, H, 128] if they are normalised, k too if bounds are wanted · g beta [T, HV] f32 · chunks [slots, 4]
 Writes       row_scales [slots, HV, 9, C] f32 · pair_scales [slots, HV, 3, C] f32 · norms [slots, H, 2, C] f32 ·
-             bound [slots, HV] f32, that of `_segments.py`, if sequences are cut
+             bound [slots, HV] f32, that of `_segments.py`, if wanted
 
 Blocks       slots * H, of four warps: half a warp a row of q or k, then a warp a value head of the key head in turns
 """
@@ -220,7 +220,7 @@ def build_backward_rows(dtype):
         bound: T.Tensor((chunk_slots, value_heads), FLOAT32),
         scale: T.float32,
         use_l2norm: T.int32,
-        has_cuts: T.int32,
+        writes_bound: T.int32,
     ):
         with T.Kernel(chunk_slots * key_heads, threads=BACKWARD_ROWS.threads) as block:
             T.assume(q_t % EIGHT == 0)
@@ -244,7 +244,7 @@ def build_backward_rows(dtype):
                         t.norms[NORM_QUERY, thread] = 1.0
                         t.norms[NORM_KEY, thread] = 1.0
                 T.sync_threads()  # the sums of queries may not overtake those of keys
-                if T.Or(use_l2norm != 0, has_cuts != 0):
+                if T.Or(use_l2norm != 0, writes_bound != 0):
                     find_norms(dtype, t, NORM_KEY, k, first, rows, key_head, use_l2norm, thread)
                 T.sync_threads()
                 for vector in T.unroll(NORM_VECTORS):
@@ -254,7 +254,7 @@ def build_backward_rows(dtype):
                     head = key_head * group + turn * WARPS + warp
                     load_gates(gate, strength, g, beta, head, first, rows, lane)
                     sum_gates(gate, strength, rows, lane)
-                    if has_cuts != 0:
+                    if writes_bound != 0:
                         write_bound(t, strength, T.shfl_sync(gate[1], WARP - 1), bound, slot, head, lane)
                     write_rows(dtype, t, gate, strength, row_scales, pair_scales, slot, head, scale, lane)
 

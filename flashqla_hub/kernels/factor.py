@@ -20,8 +20,8 @@ room for keys a little longer than 1, or UNCERTAIN where beta |k|^2 may exceed 2
 Reads        k [T, H, 128] · g beta [T, HV] f32 · cu_seqlens as 32-bit words
 Writes       operand [slots, HV, C, C] without its upper right quarter · decay [slots, HV, C] f32, G in log2 ·
              key_norm [slots, H, C] f32, 1 / |k| or 1
-             bound [slots, HV] f32, if there are segments · zeros to rows of o below cu_seqlens[0] and from cu_seqlens[N] on,
-             and to `ready` of the segments
+             bound [slots, HV] f32, if there are segments, and of the kept form always · zeros to rows of o below cu_seqlens[0]
+             and from cu_seqlens[N] on, and to `ready` of the segments
 
 Blocks       slots * H: a chunk slot and key head each, if the slot has a chunk; then ZERO_BLOCKS: rows of o and flags in turn
 
@@ -402,7 +402,7 @@ def solve_heads(
         scale_own_blocks(dtype, form, t, X, buffer, side, part, lane)
         T.sync_warp()
         store_operand(dtype, t, side, operand, slot, head + current, token, token, quarter, HALF, lane)
-        if T.And(part == 0, segment_rows > 0):
+        if T.And(part == 0, True if form == KEPT else segment_rows > 0):
             write_bound(t, buffer, side, bound, slot, head + current, lane)
         T.sync_warp()
 

@@ -49,7 +49,8 @@ def make_arguments(call: Call) -> list[Any]:
 
     operand = None
     if call.is_kept and call.dtype == "bfloat16":
-        operand = torch.zeros(call.batch * call.tokens // 64 + sequences, HV, 96, 32, dtype=dtype)
+        slots = call.batch * call.tokens // 64 + sequences
+        operand = torch.zeros(slots + (slots + 1535) // 1536, HV, 96, 32, dtype=dtype)
     return [
         projection[:, :, 0],
         projection[:, :, 1],
@@ -215,7 +216,7 @@ def test_rows_get_tokens_and_gates(product_process):
             "tokens": 300,
             "scale": 0.25,
             "use_l2norm": 1,
-            "has_cuts": 0,
+            "writes_bound": 0,
         }
     )
     assert_arguments(rows, expected)
@@ -307,9 +308,10 @@ def test_states_of_segments_are_made_by_a_launch_of_their_own(product_process):
     assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names]
     grids = [3 + 128, SLOTS * H, places * HV * 2 * 3, places * HV * 2 * 2, 132]
     assert [launch.grid for launch in found] == [(grid, 1, 1) for grid in grids]
+    assert [launch.programmatic for launch in found] == [0, 0, 1, 1, 0]
     plan, rows, makers, outputs, _ = (launch.arguments for launch in found)
     assert (plan["segment_chunks"], makers["segment_chunks"], outputs["segment_chunks"]) == (1, 1, 1)
-    assert (rows["has_cuts"], makers["makes_states"], outputs["makes_states"]) == (1, 1, 0)
+    assert (rows["writes_bound"], makers["makes_states"], outputs["makes_states"]) == (0, 1, 0)
     assert makers["has_links"] == outputs["has_links"] == 1
     assert {name for name in makers if makers[name] != outputs[name]} == {"blocks", "makes_states"}
 
@@ -377,6 +379,16 @@ def test_float16_has_kernels_of_its_own(product_process):
     assert [launch.kernel for launch in found] == ["backward_plan_kernel", "factor_errors_fp16_kernel", *names]
     assert found[3].arguments["solve_desc"].address == found[1].arguments["operand"]
     assert [dtype for _, dtype in described] == ["torch.float16"] * 3 + ["torch.float32"] * 3
+
+
+def test_bounds_come_with_the_operand_and_in_float16_from_the_rows(product_process):
+    [_, rows, makers, outputs, _], addresses, _ = product_process.run(run, replace(PACKED, segment_chunks=1))
+    assert rows.arguments["writes_bound"] == 0
+    kept = addresses["operand"] + SLOTS * HV * 96 * 32 * 2
+    assert {launch.arguments["bound"] for launch in (rows, makers, outputs)} == {kept}
+    found, _, _ = product_process.run(run, replace(PACKED, segment_chunks=1, dtype="float16"))
+    [rows] = [launch for launch in found if launch.kernel == "backward_rows_fp16_kernel"]
+    assert rows.arguments["writes_bound"] == 1
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])

@@ -118,9 +118,10 @@ def test_cut_sequences_have_blocks_that_make_states_before_those_that_make_outpu
 def test_what_the_backward_can_use_is_a_result_of_its_own(product_process):
     found, addresses, described = product_process.run(run, replace(PACKED, op=KEPT))
     assert [launch.kernel for launch in found] == ["factor_kept_bf16_kernel", "recurrence_bf16_kernel"]
-    assert described[2] == ((SLOTS, HV, 96, 32), "torch.bfloat16")
+    assert described[2] == ((SLOTS + 1, HV, 96, 32), "torch.bfloat16")
     factor, recurrence = (launch.arguments for launch in found)
     assert factor["operand"] == recurrence["operand_desc"].address == addresses["operand"]
+    assert factor["bound"] == recurrence["bound"] == addresses["operand"] + SLOTS * HV * 96 * 32 * 2
     [plain, _], others, _ = product_process.run(run, PACKED)
     assert plain.arguments.keys() == factor.keys() and "operand" not in others
     for name in ("segment_rows", "use_l2norm", "words_per_entry", "dense_length", "sequences"):

@@ -12,6 +12,7 @@ from .plan import PLANS
 CHUNK = 64  # tokens of a chunk of the kernels
 RESIDUAL_DTYPE = torch.bfloat16  # of what a forward keeps, and of the inputs of one that keeps anything
 TRIANGLE = [96, 32]  # three quarters of a chunk's lower triangular [64, 64] tile
+BOUNDS_OF_TILE = 96 * 32 // 2  # float32 numbers in the place of such a tile
 
 
 def forward(
@@ -36,14 +37,15 @@ def forward(
 
 
 def residual_shape(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> List[int]:
-    """Shape of what a forward keeps: the solve of each chunk in bfloat16, which the backward uses as it is.
+    """Shape of what a forward keeps: the solve of each chunk in bfloat16, and behind them the bounds of all, in float32.
 
     Nothing in float16, whose backward wants another form and makes it itself, as it does where there is nothing.
     """
     if q.dtype != RESIDUAL_DTYPE:
         return [0]
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return [q.shape[0] * q.shape[1] // CHUNK + sequences, v.shape[2], *TRIANGLE]
+    slots = q.shape[0] * q.shape[1] // CHUNK + sequences
+    return [slots + (slots + BOUNDS_OF_TILE - 1) // BOUNDS_OF_TILE, v.shape[2], *TRIANGLE]
 
 
 def call(

@@ -1,6 +1,6 @@
 // sm90_gated_delta_rule_bwd: gradients of the gated delta rule on the kernels of flashqla_hub/kernels (see its README for
-// their arguments). Of the forward it takes the inputs and, in bfloat16, the operand of each chunk, which it makes itself
-// where it is missing; states are computed again, chunk by chunk.
+// their arguments). Of the forward it takes the inputs and, in bfloat16, the operand and bound of each chunk, which it makes
+// itself where they are missing; states are computed again, chunk by chunk.
 #include "../generated/launchers.h"
 #include "../runtime/registration.h"
 #include "../runtime/tensor.h"
@@ -114,7 +114,7 @@ Sizes read_sizes(Arguments& arguments) {
     FLASHQLA_CHECK(is_bfloat16(q), "operand is given, which the SM90 backward takes in bfloat16 only; leave it out.");
     check_same_device(operand, q);
     require_tensor(operand, OP, q.dtype, 4, q.device);
-    const int64_t expected[] = {sizes.slots, sizes.v_heads, TRIANGLE_ROWS, HALF_CHUNK};
+    const int64_t expected[] = {sizes.slots + slots_of_bounds(sizes.slots), sizes.v_heads, TRIANGLE_ROWS, HALF_CHUNK};
     for (int axis = 0; axis < 4; axis++) require_size(operand, OP, axis, expected[axis]);
     FLASHQLA_CHECK(operand.is_contiguous(), "operand is not contiguous; hand it over as the forward returned it.");
   }
@@ -195,7 +195,6 @@ class Backward {
     const int64_t cut = sizes_.segments.links ? sizes_.segments.slots * v_heads : 1;  // maps are made in any case
     workspace.add(scratch.chunks, "chunks", {slots, CHUNK_WORDS}, int32, device);
     workspace.add(scratch.segments, "segments", {sizes_.segments.slots, SEGMENT_WORDS}, int32, device);
-    workspace.add(scratch.bound, "bound", {slots, v_heads}, float32, device);
     workspace.add(scratch.rows, "row_scales", {slots, v_heads, ROW_VECTORS, CHUNK}, float32, device);
     workspace.add(scratch.pairs, "pair_scales", {slots, v_heads, PAIR_VECTORS, CHUNK}, float32, device);
     workspace.add(scratch.norms, "norms", {slots, sizes_.heads, NORM_VECTORS, CHUNK}, float32, device);
@@ -203,8 +202,10 @@ class Backward {
     workspace.add(scratch.states, "states", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
     workspace.add(scratch.dstates, "dstates", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
     if (arguments_.operand.has_value()) {
-      scratch.solve = arguments_.operand.view();
+      scratch.solve = chunks_of_operand(arguments_.operand.view(), slots);
+      scratch.bound = bounds_of_operand(arguments_.operand.view(), slots);
     } else {
+      workspace.add(scratch.bound, "bound", {slots, v_heads}, float32, device);
       workspace.add(scratch.solve, "solve", {slots, v_heads, TRIANGLE_ROWS, HALF_CHUNK}, dtype, device);
       workspace.add(scratch.decay, "decay", {slots, v_heads, CHUNK}, float32, device);
       workspace.add(scratch.key_norm, "key_norm", {slots, sizes_.heads, CHUNK}, float32, device);
@@ -231,12 +232,14 @@ class Backward {
     const TensorView g = as_gate(as_contiguous_float32(arguments_.g, g_copy));
     const TensorView beta = as_gate(as_contiguous_float32(arguments_.beta, beta_copy));
     if (!arguments_.operand.has_value()) launch_solve_kernel(g, beta, scratch);
-    const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_rows_bf16 : launch_backward_rows_fp16;
+    const bool is_bfloat = is_bfloat16(arguments_.q.view());
+    const auto launch = is_bfloat ? launch_backward_rows_bf16 : launch_backward_rows_fp16;
+    const bool writes_bound = sizes_.segments.has_cuts && !is_bfloat;  // in bfloat16 who made the solve has
     launch(scope_, q(), k(), g, beta, scratch.chunks, scratch.rows, scratch.pairs, scratch.norms, scratch.bound,
-           static_cast<float>(arguments_.scale), arguments_.use_l2norm, sizes_.segments.has_cuts);
+           static_cast<float>(arguments_.scale), arguments_.use_l2norm, writes_bound);
   }
 
-  // A kernel of the forward; of what it writes beside the solve nothing is used.
+  // A kernel of the forward; of what it writes beside the solve the bound is used, in bfloat16.
   void launch_solve_kernel(const TensorView& g, const TensorView& beta, const Scratch& scratch) {
     const int64_t no_segments[] = {0, 2};
     const TensorView ready =

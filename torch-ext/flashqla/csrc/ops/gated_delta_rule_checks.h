@@ -10,7 +10,21 @@ namespace flashqla {
 
 constexpr int64_t STATE_DIM = 128;      // K = V
 constexpr int64_t TRIANGLE_ROWS = 96, HALF_CHUNK = 32;  // of a tile without its upper right quarter
+constexpr int64_t BOUNDS_OF_TILE = TRIANGLE_ROWS * HALF_CHUNK / 2;  // float32 numbers in the place of such a tile of 16 bits
 constexpr int64_t TMA_ALIGNMENT = 16, TMA_ROW_ELEMENTS = 8;  // bytes, and elements of 16 bits that make them
+
+// A forward keeps the operands of its chunks, [slots, HV, 96, 32], and in so many slots behind them their bounds, [slots, HV].
+inline int64_t slots_of_bounds(int64_t slots) { return (slots + BOUNDS_OF_TILE - 1) / BOUNDS_OF_TILE; }
+
+inline TensorView bounds_of_operand(const TensorView& operand, int64_t slots) {
+  char* const bounds = static_cast<char*>(operand.data) + 2 * TRIANGLE_ROWS * HALF_CHUNK * slots * operand.size[1];
+  return contiguous_view("bound", bounds, aoti_torch_dtype_float32(), operand.device, {slots, operand.size[1]});
+}
+
+inline TensorView chunks_of_operand(const TensorView& operand, int64_t slots) {
+  return contiguous_view(operand.name, operand.data, operand.dtype, operand.device,
+                         {slots, operand.size[1], TRIANGLE_ROWS, HALF_CHUNK});
+}
 
 inline void check_size(const TensorView& tensor, int axis, int64_t expected, const char* like) {
   FLASHQLA_CHECK(tensor.size[axis] == expected, "%s.shape[%d] is %lld and %s gives %lld; pass tensors of one batch.",

@@ -132,7 +132,8 @@ class Forward {
     final_state_.allocate("final_state", {states, sizes_.v_heads, STATE_DIM, STATE_DIM}, aoti_torch_dtype_float32(),
                           scope_.index());
     if (!keeps_operand_) return;
-    operand_.allocate("operand", {sizes_.slots, sizes_.v_heads, TRIANGLE_ROWS, HALF_CHUNK}, v.dtype, scope_.index());
+    operand_.allocate("operand", {sizes_.slots + slots_of_bounds(sizes_.slots), sizes_.v_heads, TRIANGLE_ROWS, HALF_CHUNK},
+                      v.dtype, scope_.index());
   }
 
   // No token belongs to a sequence: o has no rows or only unused ones, and states stay as they are.
@@ -154,14 +155,18 @@ class Forward {
     Workspace workspace;
     Intermediates between{};
     if (keeps_operand_) {
-      between.operand = operand_.view();
+      between.operand = chunks_of_operand(operand_.view(), sizes_.slots);
     } else {
       workspace.add(between.operand, "operand", {sizes_.slots, sizes_.v_heads, TRIANGLE_ROWS, HALF_CHUNK},
                     o_.view().dtype, device);
     }
     workspace.add(between.decay, "decay", {sizes_.slots, sizes_.v_heads, CHUNK}, float32, device);
     workspace.add(between.key_norm, "key_norm", {sizes_.slots, sizes_.heads, CHUNK}, float32, device);
-    workspace.add(between.bound, "bound", {sizes_.slots, sizes_.v_heads}, float32, device);
+    if (keeps_operand_) {
+      between.bound = bounds_of_operand(operand_.view(), sizes_.slots);
+    } else {
+      workspace.add(between.bound, "bound", {sizes_.slots, sizes_.v_heads}, float32, device);
+    }
     workspace.add(between.states, "states", {rows, STATE_DIM * STATE_DIM}, float32, device);
     workspace.add(between.transitions, "transitions", {links, 2 * STATE_DIM, STATE_DIM}, o_.view().dtype, device);
     workspace.add(between.reach, "reach", {links, STATE_DIM}, float32, device);
