@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from ._backward_scan_tiles import DECAY, ERROR, QUERY, READ, SINCE, STAGES, TAKE, WRITE, phase, phase_before
+from ._backward_scan_tiles import DECAY, ERROR, QUERY, READ, SCORES, SINCE, STAGES, TAKE, WRITE, phase, phase_before
 from ._sm90 import (
     CHUNK,
     END_FINAL,
@@ -28,13 +28,11 @@ from ._sm90 import (
     UNFACTORED,
     VALUE_TILE,
     VANISHING,
-    WARP,
     WARPGROUP,
 )
 from ._tile import arrive, wait
 
-MEETING, READ_MEETING = 1, 2  # named barriers: of the warpgroup that has the state, of the one that makes what is read
-QUAD = 4  # threads that share a row of an accumulator
+MEETING = 1  # named barrier of the warpgroup that has the state
 FLOAT32 = "float32"
 PLAIN, TURNED = 0, 2  # parts of a stored transition: rows by the value it comes from, or by the one it goes to
 HIGH, LOW = 0, 1  # each in two parts of 16 bits
@@ -184,7 +182,7 @@ def publish_values(thread, t, b, r, trip):
 
 @T.macro
 def take_values(t, b, r, i, chunks):
-    """Values of chunk i, in registers before it is its turn; behind the last chunk those of the last once more."""
+    """v or dO of chunk i, in registers before it is its turn; behind the last chunk those of the last once more."""
     chunk = T.min(i, chunks - 1)
     wait(b.chunk_ready, chunk % STAGES, phase(chunk, STAGES))
     load_transposed(t.values, chunk % STAGES, r.v)
@@ -268,58 +266,60 @@ def carry_state(thread, dtype, t, b, r, item):
 
 
 @T.macro
-def publish_reads(thread, t, b, r, i):
-    """What is read of the i-th chunk's writes to shared memory, a thread's numbers at the place of the thread that wants them."""
-    wait(b.reads_free, 0, phase_before(i, 1))
-    for a, c in T.Parallel(VALUE_TILE, CHUNK):
-        t.reads[c // 8 * 2 + a % 16 // 8, a // 16 * WARP + a % 8 * QUAD + c % 8 // 2, c % 2] = r.read[a, c]
-    T.fence_proxy_async()
-    arrive(b.reads_ready, 0, thread)
-
-
-@T.macro
-def take_reads(thread, t, b, r):
-    for a, c in T.Parallel(VALUE_TILE, CHUNK):
-        r.read[a, c] = t.reads[c // 8 * 2 + a % 16 // 8, a // 16 * WARP + a % 8 * QUAD + c % 8 // 2, c % 2]
-    arrive(b.reads_free, 0, thread)
+def clear_gradients(dtype, t, rows):
+    """Zeros for dO of no token in the first chunk that a reverse block walks, which may hold any number."""
+    for a, c in T.Parallel(CHUNK, VALUE_TILE):
+        if a >= rows:
+            t.values[0][a, c] = T.cast(0, dtype)
 
 
 @T.macro
 def advance_gradient(thread, dtype, t, b, r, item, i, lead, has_outputs):
     """dS past the i-th chunk from the end; with outputs also dS behind it and its dv."""
     decay = T.alloc_var(FLOAT32)
-    stage = i % STAGES
+    stage, place = i % STAGES, i % SCORES
     if dtype == "float16":
         for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
             r.S[a, c] *= lead[0]
     T.copy(r.S, r.S_in)
-    wait(b.chunk_ready, stage, phase(i, STAGES))
+    for a, c in T.Parallel(VALUE_TILE, CHUNK):
+        r.D[a, c] = r.v[c, a]
+    T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True)
+    wait(b.scores_ready, place, phase(i, SCORES))
+    T.wgmma_gemm(r.D, t.scores[place, :, :], r.read, clear_accum=True)
+    if has_outputs:
+        publish_state(thread, t, b, r, i - item[ITEM_SILENT])
+    for c in T.Parallel(CHUNK):
+        r.scale[c] = t.rows[stage, WRITE, c]
     decay = t.rows[stage, DECAY, CHUNK - 1]
     if dtype == "float16":
         decay = decay - t.rows[stage, DECAY, 0]
         lead[0] = T.exp2(t.rows[stage, DECAY, 0])
     decay = T.exp2(decay)
-    for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
-        r.S[a, c] *= decay
-    T.wgmma_gemm(r.S_in, t.k[stage, :, :], r.W, transpose_B=True, clear_accum=True)
-    wait(b.reads_ready, 0, phase(i, 1))
-    T.wgmma_gemm(t.do[stage, :, :], t.q[stage, :, :], r.S, transpose_A=True)
-    if has_outputs:
-        publish_state(thread, t, b, r, i - item[ITEM_SILENT])
-    take_reads(thread, t, b, r)
-    T.wait_wgmma(1)
+    T.wait_wgmma(0)
+    arrive(b.scores_free, place, thread)
     for a, c in T.Parallel(VALUE_TILE, CHUNK):
-        r.Z[a, c] = r.read[a, c] + r.W[a, c] * t.rows[stage, WRITE, c]
+        r.Z[a, c] = r.read[a, c] + r.W[a, c] * r.scale[c]
     T.wgmma_gemm(r.Z, t.solve[stage, CHUNK:, :], r.dv[0], clear_accum=True)
     T.wgmma_gemm(r.Z, t.solve[stage, :CHUNK, :], r.dv[1], clear_accum=True)
-    T.wait_wgmma(0)
+    for a, c in T.Parallel(VALUE_TILE, CHUNK):
+        r.N[a, c] = T.cast(r.D[a, c], FLOAT32) * t.rows[stage, QUERY, c]
+    for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+        r.S[a, c] *= decay
+    T.wgmma_gemm(r.N, t.q[stage, :, :], r.S)
+    for c in T.Parallel(HALF_CHUNK):
+        r.take[0][c] = -t.rows[stage, TAKE, c]
+    for c in T.Parallel(HALF_CHUNK):
+        r.take[1][c] = -t.rows[stage, TAKE, HALF_CHUNK + c]
+    T.wait_wgmma(1)
     for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
-        r.N[a, c] = -r.dv[0][a, c] * t.rows[stage, TAKE, c]
+        r.Z[a, c] = r.dv[0][a, c] * r.take[0][c]
     for a, c in T.Parallel(VALUE_TILE, HALF_CHUNK):
-        r.N[a, HALF_CHUNK + c] = -r.dv[1][a, c] * t.rows[stage, TAKE, HALF_CHUNK + c]
-    T.wgmma_gemm(r.N, t.k[stage, :, :], r.S)
+        r.Z[a, HALF_CHUNK + c] = r.dv[1][a, c] * r.take[1][c]
+    T.wgmma_gemm(r.Z, t.k[stage, :, :], r.S)
     if has_outputs:
         publish_values(thread, t, b, r, i - item[ITEM_SILENT])
+    take_values(t, b, r, i + 1, item[ITEM_CHUNKS])
     T.wait_wgmma(0)
     arrive(b.chunk_free, stage, thread)
 
@@ -334,7 +334,9 @@ def carry_gradient(thread, dtype, t, b, r, item, lead):
     if item[ITEM_CHUNKS] > 0:
         if item[ITEM_LAST_ROWS] < CHUNK:
             wait(b.chunk_ready, 0, 0)
+            clear_gradients(dtype, t, item[ITEM_LAST_ROWS])
             clear_tail(dtype, t, 0, item[ITEM_LAST_ROWS])
+        take_values(t, b, r, 0, item[ITEM_CHUNKS])
     for i in T.serial(item[ITEM_SILENT]):
         advance_gradient(thread, dtype, t, b, r, item, i, lead, False)
     for more in T.serial(outputs_of(item)):
@@ -362,11 +364,11 @@ def weigh_scores(t, r, stage):
 
 
 @T.macro
-def make_reads(thread, dtype, t, b, r, item):
-    """P^T dO of each chunk, ahead of the warpgroup that needs it, and then query dO in the place of dO."""
+def make_scores(thread, dtype, t, b, r, item):
+    """P of each chunk, one or two ahead of the warpgroup that needs it."""
     rows = T.alloc_var("int32")
     for i in T.serial(item[ITEM_CHUNKS]):
-        stage = i % STAGES
+        stage, place = i % STAGES, i % SCORES
         rows = T.Select(i == 0, item[ITEM_LAST_ROWS], CHUNK)
         wait(b.chunk_ready, stage, phase(i, STAGES))
         T.wgmma_gemm(t.q[stage, :, :], t.k[stage, :, :], r.scores, transpose_B=True, clear_accum=True)
@@ -375,19 +377,11 @@ def make_reads(thread, dtype, t, b, r, item):
             # The other role is clearing these rows of k and q, and any number may be there.
             for a, c in T.Parallel(CHUNK, CHUNK):
                 r.scores[a, c] = T.Select(T.max(a, c) < rows, r.scores[a, c], 0.0)
-            for a, c in T.Parallel(CHUNK, VALUE_TILE):
-                if a >= rows:
-                    t.do[stage, a, c] = T.cast(0, dtype)
+        wait(b.scores_free, place, phase_before(i, SCORES))
         for a, c in T.Parallel(CHUNK, CHUNK):
-            t.scores[a, c] = T.cast(r.scores[a, c], dtype)
+            t.scores[place, a, c] = T.cast(r.scores[a, c], dtype)
         T.fence_proxy_async()
-        T.sync_threads(READ_MEETING, WARPGROUP)
-        T.wgmma_gemm(t.do[stage, :, :], t.scores, r.read, transpose_A=True, clear_accum=True)
-        T.wait_wgmma(0)
-        T.sync_threads(READ_MEETING, WARPGROUP)
-        for a, c in T.Parallel(CHUNK, VALUE_TILE):
-            t.do[stage, a, c] = T.cast(t.do[stage, a, c], FLOAT32) * t.rows[stage, QUERY, a]
-        publish_reads(thread, t, b, r, i)
+        arrive(b.scores_ready, place, thread)
 
 
 @T.macro
@@ -444,11 +438,12 @@ def load_reverse(thread, t, b, item, head, key_head, column, q, k, dout, solve, 
         token, slot = item[ITEM_FIRST_TOKEN] + index * CHUNK, item[ITEM_FIRST_SLOT] + index
         wait(b.chunk_free, stage, phase_before(i, STAGES))
         load_chunk(thread, t, b, stage, token, slot, head, key_head, k, solve, row_scales)
-        T.tma_copy(
-            dout[token : token + CHUNK, head, column : column + VALUE_TILE],
-            t.do[stage, :, :],
-            barrier=b.chunk_ready[stage],
-        )
+        if stage == 0:
+            load_tile(t, b, 0, dout, token, head, column)
+        elif stage == 1:
+            load_tile(t, b, 1, dout, token, head, column)
+        else:
+            load_tile(t, b, 2, dout, token, head, column)
         T.tma_copy(q[token : token + CHUNK, key_head, :], t.q[stage, :, :], barrier=b.chunk_ready[stage])
         T.tma_copy(pair_scales[slot, head, :, :], t.pair_rows[stage, :, :], barrier=b.chunk_ready[stage])
         arrive(b.chunk_ready, stage, thread)

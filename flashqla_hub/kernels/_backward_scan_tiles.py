@@ -11,23 +11,19 @@ from ._sm90 import (
     PAIR_VECTORS,
     SCAN_ROWS,
     VALUE_TILE,
-    WARPGROUP,
 )
 from ._tile import Group, alloc_barriers
 from .protocol import Barriers as BarrierSlots
 from .protocol import Protocol, arrive, done, read, wait, write
 from .protocol import Tiles as TileSlots
 
-STAGES = BACKWARD_SCAN.stages
+STAGES, SCORES = BACKWARD_SCAN.stages, BACKWARD_SCAN.scores_in_flight
 DECAY, SINCE, READ, WRITE, QUERY, TAKE, ERROR = range(SCAN_ROWS)
 """Places of the row scales that the scans read, in the order of ROW_*."""
 
 
 class Tiles(Group):
-    """Shared memory of either direction; `out` holds the errors or dv.
-
-    Only the reverse has `q`, `do`, `scores` and `reads`, only the other `values`, which hold v.
-    """
+    """Shared memory of either direction; `values` hold v or dO, `out` the errors or dv. Only the reverse has `q` and `scores`."""
 
     suffix = "_smem"
 
@@ -38,10 +34,7 @@ class Tiles(Group):
         self.values = [T.alloc_shared((CHUNK, VALUE_TILE), dtype) for _ in range(STAGES)]
         # Columns 32 to 63 above columns 0 to 31. The first 32 rows are the upper right quarter: zeros, which stay.
         self.solve = T.alloc_shared((STAGES, 2 * CHUNK, HALF_CHUNK), dtype)
-        self.do = T.alloc_shared((STAGES, CHUNK, VALUE_TILE), dtype)
-        self.scores = T.alloc_shared((CHUNK, CHUNK), dtype)
-        # An accumulator [VALUE_TILE, CHUNK] as its threads hold it: pairs of numbers by place and thread.
-        self.reads = T.alloc_shared((VALUE_TILE * CHUNK // WARPGROUP // 2, WARPGROUP, 2), "float32")
+        self.scores = T.alloc_shared((SCORES, CHUNK, CHUNK), dtype)
         self.rows = T.alloc_shared((STAGES, SCAN_ROWS, CHUNK), "float32")
         self.pair_rows = T.alloc_shared((STAGES, PAIR_VECTORS, CHUNK), "float32")
         self.state = T.alloc_shared((VALUE_TILE, HEAD_DIM), dtype)
@@ -67,6 +60,7 @@ class StateRegisters(Group):
         self.W = T.alloc_fragment((VALUE_TILE, CHUNK), "float32")
         self.N = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
         self.o = T.alloc_fragment((CHUNK, VALUE_TILE), dtype)
+        self.v = T.alloc_fragment((CHUNK, VALUE_TILE), dtype)  # or dO
         self.high = [T.alloc_fragment((VALUE_TILE, VALUE_TILE), dtype) for _ in range(2)]
         self.low = [T.alloc_fragment((VALUE_TILE, VALUE_TILE), dtype) for _ in range(2)]
 
@@ -76,7 +70,6 @@ class ForwardRegisters(StateRegisters):
 
     def __init__(self, dtype):
         super().__init__(dtype, "_ahead")
-        self.v = T.alloc_fragment((CHUNK, VALUE_TILE), dtype)
         self.Z = [T.alloc_fragment((VALUE_TILE, HALF_CHUNK), dtype) for _ in range(2)]
         self.low_S = T.alloc_fragment((VALUE_TILE, HEAD_DIM), dtype)
         self.squares = T.alloc_fragment((VALUE_TILE,), "float32")
@@ -90,16 +83,18 @@ class GradientRegisters(StateRegisters):
         self.Z = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
         self.dv = [T.alloc_fragment((VALUE_TILE, HALF_CHUNK), "float32") for _ in range(2)]
         self.read = T.alloc_fragment((VALUE_TILE, CHUNK), "float32")
+        self.D = T.alloc_fragment((VALUE_TILE, CHUNK), dtype)
+        self.scale = T.alloc_fragment((CHUNK,), "float32")
+        self.take = [T.alloc_fragment((HALF_CHUNK,), "float32") for _ in range(2)]
 
 
-class ReadRegisters(Group):
-    """Of the warpgroup that makes what is read of writes, for the reverse direction."""
+class ScoreRegisters(Group):
+    """Of the warpgroup that makes scores, for the reverse direction."""
 
-    suffix = "_reads"
+    suffix = "_scores"
 
     def __init__(self):
         self.scores = T.alloc_fragment((CHUNK, CHUNK), "float32")
-        self.read = T.alloc_fragment((VALUE_TILE, CHUNK), "float32")
         self.decay = T.alloc_fragment((CHUNK,), "float32")
         self.row = T.alloc_fragment((CHUNK,), "float32")
 
@@ -120,44 +115,45 @@ def _links(trips):
 
 
 def _carry(trips):
-    """The reverse direction; the other uses the same tiles and barriers in the same order, but nothing of `reads`."""
+    """The reverse direction; the other uses the same tiles and barriers in the same order, but no scores."""
     warps = BACKWARD_SCAN.state.warps
     for i in range(_links(trips)):
         yield wait("link_ready", 0, phase(i, 1))
         yield read("link", 0, i)
         yield done("link", 0, i)
         yield arrive("link_free", 0, warps)
+    if trips:
+        yield wait("chunk_ready", 0, phase(0, STAGES))
+        yield read("chunk", 0, 0)
     for i in range(trips):
-        stage = i % STAGES
-        yield wait("chunk_ready", stage, phase(i, STAGES))
-        yield read("chunk", stage, i)
-        yield wait("reads_ready", 0, phase(i, 1))
-        yield read("scaled", stage, i)
+        stage, place, coming = i % STAGES, i % SCORES, min(i + 1, trips - 1)
+        yield wait("scores_ready", place, phase(i, SCORES))
+        yield read("scores", place, i)
         yield wait("state_free", 0, phase_before(i, 1))
         yield write("state", 0, i)
         yield arrive("state_ready", 0, warps)
-        yield read("reads", 0, i)
-        yield done("reads", 0, i)
-        yield arrive("reads_free", 0, warps)
+        yield done("scores", place, i)
+        yield arrive("scores_free", place, warps)
         yield wait("values_free", 0, phase_before(i, 1))
         yield write("out", 0, i)
         yield arrive("values_ready", 0, warps)
-        yield done("scaled", stage, i)
+        yield wait("chunk_ready", coming % STAGES, phase(coming, STAGES))
+        if coming > i:
+            yield read("chunk", coming % STAGES, coming)
         yield done("chunk", stage, i)
         yield arrive("chunk_free", stage, warps)
 
 
-def _make_reads(trips):
-    """Where it scales do is free when the chunk is there: who reads that lets the chunk before go after it."""
+def _make_scores(trips):
+    """Who reads the scores of a chunk lets its tiles go, after this role has read them."""
     for i in range(trips):
-        stage = i % STAGES
+        stage, place = i % STAGES, i % SCORES
         yield wait("chunk_ready", stage, phase(i, STAGES))
         yield read("chunk", stage, i)
-        yield write("scaled", stage, i)
         yield done("chunk", stage, i)
-        yield wait("reads_free", 0, phase_before(i, 1))
-        yield write("reads", 0, i)
-        yield arrive("reads_ready", 0, BACKWARD_SCAN.reads.warps)
+        yield wait("scores_free", place, phase_before(i, SCORES))
+        yield write("scores", place, i)
+        yield arrive("scores_ready", place, BACKWARD_SCAN.scores.warps)
 
 
 def _load(trips):
@@ -193,15 +189,14 @@ BACKWARD_SCAN_PROTOCOL = Protocol(
     },
     tiles={
         "link": TileSlots(1, ("carry",)),  # a transition, in the places of keys and queries
-        "chunk": TileSlots(STAGES, ("carry", "make_reads")),
-        "scaled": TileSlots(STAGES, ("carry",)),  # the chunk's do, in its place
-        "reads": TileSlots(1, ("carry",)),
+        "chunk": TileSlots(STAGES, ("carry", "make_scores")),
+        "scores": TileSlots(SCORES, ("carry",)),
         "state": TileSlots(1, ("store_state",)),
         "out": TileSlots(1, ("store_values",)),
     },
     roles={
         "carry": _carry,
-        "make_reads": _make_reads,
+        "make_scores": _make_scores,
         "load": _load,
         "store_state": _store("state", "state"),
         "store_values": _store("out", "values"),

@@ -244,9 +244,10 @@ class BackwardScanLayout:
     """Roles, barriers and tiles of the two scans of the backward (`backward_scan.py`)."""
 
     stages: int = 3  # chunks in flight
+    scores_in_flight: int = 2  # chunks whose scores are there
     directions: int = 2  # states from first to last chunk, their gradients from last to first
     state: Role = Role(WARPS_PER_GROUP, 240)
-    reads: Role = Role(WARPS_PER_GROUP, 184)
+    scores: Role = Role(WARPS_PER_GROUP, 184)
     movers: Role = Role(WARPS_PER_GROUP, 80)  # a loader, two storers and an idle warp
 
     @property
@@ -255,7 +256,7 @@ class BackwardScanLayout:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        return self.state, self.reads, self.movers
+        return self.state, self.scores, self.movers
 
     @property
     def threads(self) -> int:
@@ -272,8 +273,8 @@ class BackwardScanLayout:
         return {
             "chunk_ready": 1,
             "chunk_free": warps,
-            "reads_ready": self.reads.warps,
-            "reads_free": warps,
+            "scores_ready": self.scores.warps,
+            "scores_free": warps,
             "state_ready": warps,
             "state_free": 1,
             "values_ready": warps,
@@ -284,16 +285,15 @@ class BackwardScanLayout:
 
     @property
     def barrier_slots(self) -> dict[str, int]:
-        staged = ("chunk_ready", "chunk_free")
-        return dict.fromkeys(self.arrivals, 1) | dict.fromkeys(staged, self.stages)
+        slots = dict.fromkeys(self.arrivals, 1) | dict.fromkeys(("chunk_ready", "chunk_free"), self.stages)
+        return slots | dict.fromkeys(("scores_ready", "scores_free"), self.scores_in_flight)
 
     def shared_memory(self, dtype: str) -> int:
         """Bytes of all tiles, before alignment."""
         wide, square = CHUNK * HEAD_DIM * BYTES[dtype], CHUNK * CHUNK * BYTES[dtype]
         rows = (SCAN_ROWS + PAIR_VECTORS) * CHUNK * BYTES["float32"]
-        staged = self.stages * (2 * wide + 3 * square + rows)  # q, k, v, do, solve
-        reads = CHUNK * VALUE_TILE * BYTES["float32"]
-        return staged + reads + wide + 2 * square + ITEM_WORDS * BYTES["int32"]
+        staged = self.stages * (2 * wide + 2 * square + rows)  # q, k, v or do, solve
+        return staged + wide + (self.scores_in_flight + 1) * square + ITEM_WORDS * BYTES["int32"]
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,11 @@ each block, so that this launch ends behind the other. The GPU starts blocks in 
 direction starts come first, and of each the reverse, which takes longest.
 
 The state stands transposed in registers and is the left operand of its products. A warpgroup alone waits for most of its own
-products, so what bounds a block is what it does between them. It leaves as much as it can to others: what a chunk's dO reads of
-its writes comes in float32 from the second warpgroup, a chunk ahead; that one also scales dO, for a product that needs no
-registers; and the fences between its stores and TMA are those of the storers, behind the barrier that they wait for.
+products, and shared memory is busy for most of a chunk in reverse, so both bound a block: what it does between its products,
+and the bytes that move through shared memory. Scores come from the second warpgroup, a chunk or two ahead. dO goes from
+shared memory to registers once, for both of its products, under the last product of the chunk before; and it is scaled behind the
+solve, so that its product with the queries runs while the gradient of v is made an operand. The fences between stores and TMA are
+those of the storers, behind the barrier that they wait for.
 
 Reads        q k [T, H, 128] · v dout [T, HV, 128] · solve [slots, HV, 96, 32] · row_scales pair_scales bound of
              `backward_rows.py` · segments [segment_slots, 6] · initial state and gradient of the final state f32
@@ -33,16 +35,17 @@ In between   segment_states f32, transitions in two 16-bit parts, plain and turn
 
 Role          threads   registers   per chunk
 state         1 x 128   240         S and W or e, or dS and dV, of 64 value columns; zeros behind the end
-reads         1 x 128   184         in reverse P^T dO of the chunk ahead, and then query dO in the place of dO
+scores        1 x 128   184         in reverse P, of two chunks
 loader        1 x 32    80          before the chunks: transitions of the links, in the places of k and q
-                                    k, solve, row scales; forward also v, in reverse q, pair scales and do; three stages
+                                    k, solve, row scales; forward also v, in reverse q, pair scales and do in v's place;
+                                    three stages
 storers       2 x 32    80          the state tile; errors or dv
 
 Barrier         set by          waited on by     arrivals
-chunk_ready     loader          state, reads     1 and the bytes
-chunk_free      state           loader           4; it has waited for the reads, which come after those of the chunk's tiles
-reads_ready     reads           state            4
-reads_free      state           reads            4
+chunk_ready     loader          state, scores    1 and the bytes
+chunk_free      state           loader           4; it has waited for the scores, whose role has read its tiles by then
+scores_ready    scores          state            4
+scores_free     state           scores           4
 state_ready     state           state storer     4
 state_free      state storer    state            1
 values_ready    state           value storer     4
@@ -50,7 +53,6 @@ values_free     value storer    state            1
 link_ready      loader          state            1 and the bytes
 link_free       state           loader           4
 named 1         state           state            128, in a chunk that ends early, and once zeros stand for values
-named 2         reads           reads            128, when P is there, and when nobody reads dO any more
 """
 
 import tilelang.language as T
@@ -65,7 +67,7 @@ from ._backward_scan_roles import (
     load_links,
     load_reverse,
     load_state,
-    make_reads,
+    make_scores,
     store_errors,
     store_gradient,
     store_segment,
@@ -78,7 +80,7 @@ from ._backward_scan_tiles import (
     Barriers,
     ForwardRegisters,
     GradientRegisters,
-    ReadRegisters,
+    ScoreRegisters,
     Tiles,
 )
 from ._backward_segments import FORWARD, MAKE_GRADIENT, MAKERS, REVERSE, describe_outputs, describe_states
@@ -106,7 +108,7 @@ from ._tile import swizzled, transposed_fragment
 
 PROTOCOL = BACKWARD_SCAN_PROTOCOL
 HALVES, DIRECTIONS = BACKWARD_SCAN.halves, BACKWARD_SCAN.directions
-READ_ROLE, MOVERS = WARPGROUP, 2 * WARPGROUP  # first threads of roles
+SCORE_ROLE, MOVERS = WARPGROUP, 2 * WARPGROUP  # first threads of roles
 PARTS = 4  # of a stored transition
 
 
@@ -152,9 +154,9 @@ def build_backward_scan(dtype):
     ):
         with T.Kernel(blocks, threads=BACKWARD_SCAN.threads) as block:
             t, b = Tiles(dtype), Barriers()
-            ahead, back, reads = ForwardRegisters(dtype), GradientRegisters(dtype), ReadRegisters()
+            ahead, back, scores = ForwardRegisters(dtype), GradientRegisters(dtype), ScoreRegisters()
             T.annotate_layout(
-                {part: transposed_fragment(VALUE_TILE) for part in (ahead.v, ahead.o, back.o)}
+                {part: transposed_fragment(VALUE_TILE) for part in (ahead.v, ahead.o, back.v, back.o)}
                 | {tile: swizzled(tile) for tile in (*t.values, t.out)}
             )
             thread = T.get_thread_binding()
@@ -199,7 +201,7 @@ def build_backward_scan(dtype):
             for word in T.unroll(ITEM_WORDS):
                 item[word] = t.item[word]
             column = half * VALUE_TILE
-            if thread < READ_ROLE:
+            if thread < SCORE_ROLE:
                 T.set_max_nreg(BACKWARD_SCAN.state.registers, 1)
                 value_stride = T.Select(state_v_first != 0, HEAD_DIM, 1)
                 key_stride = T.Select(state_v_first != 0, 1, HEAD_DIM)
@@ -235,9 +237,9 @@ def build_backward_scan(dtype):
                         back.S, t.item[ITEM_END], matrix, half, dinitial, lead[0], value_stride, key_stride
                     )  # fmt: skip
             elif thread < MOVERS:
-                T.set_max_nreg(BACKWARD_SCAN.reads.registers, 1)
+                T.set_max_nreg(BACKWARD_SCAN.scores.registers, 1)
                 if direction == REVERSE:
-                    make_reads(thread, dtype, t, b, reads, item)
+                    make_scores(thread, dtype, t, b, scores, item)
             else:
                 T.set_max_nreg(BACKWARD_SCAN.movers.registers, 0)
                 if thread < MOVERS + WARP:

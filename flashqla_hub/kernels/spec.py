@@ -373,12 +373,12 @@ class BackwardScanSpec:
     """States before each chunk and gradients of those behind it, half of a value head and one direction per block."""
 
     dtype: str
-    # Forward 8 + 4 + 4 wgmma (K S, solve, state), reverse 8 + 8 + 4 + 4 (K dS, solve, queries, keys), with and without
-    # outputs; a link 6 of depth 64 in either direction; 8 more are Q K^T and 4 P^T dO. It waits for the kernel before it in three
+    # Forward 8 + 4 + 4 wgmma (K S, solve, state), reverse 8 + 4 + 8 + 4 + 4 (K dS, scores, solve, queries, keys), with and
+    # without outputs; a link 6 of depth 64 in either direction; 8 more are Q K^T. It waits for the kernel before it in three
     # places, and lets the one behind it begin.
     minimum_instructions: Mapping[str, int] = field(
         default_factory=lambda: (
-            {"HGMMA": 140, "UTMALDG": 28, "UTMASTG": 6, "LDSM": 24, "STSM": 24} | {"ACQBULK": 3, "PREEXIT": 1}
+            {"HGMMA": 144, "UTMALDG": 28, "UTMASTG": 6, "LDSM": 24, "STSM": 24} | {"ACQBULK": 3, "PREEXIT": 1}
         )
     )
     pass_configs: Mapping[str, Any] = field(default_factory=lambda: OWN_FENCES)

@@ -78,7 +78,7 @@ def test_every_barrier_of_the_backward_completes_with_whole_warps():
     for layout in (scan, gradients):
         assert layout.arrivals.keys() == layout.barrier_slots.keys()
     assert scan.arrivals["chunk_free"] == scan.state.warps
-    assert scan.arrivals["reads_ready"] == scan.reads.warps and scan.arrivals["reads_free"] == scan.state.warps
+    assert scan.arrivals["scores_ready"] == scan.scores.warps and scan.arrivals["scores_free"] == scan.state.warps
     consumers = gradients.queries.warps + gradients.keys.warps + gradients.pairs.warps
     assert gradients.arrivals["tokens_free"] == gradients.arrivals["parts_ready"] == consumers
     assert gradients.arrivals["rows_free"] == consumers + gradients.arrivals["parts_free"], (
