@@ -316,6 +316,30 @@ def test_states_of_segments_are_made_by_a_launch_of_their_own(product_process):
     assert {name for name in makers if makers[name] != outputs[name]} == {"blocks", "makes_states"}
 
 
+def scans_of(heads, v_heads, tokens):
+    """Of each launch of the scan of one sequence: whether it makes states, has links, and the chunks of a segment."""
+    q, k = (torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16) for _ in range(2))  # never touched: no memory
+    v, do = (torch.empty(1, tokens, v_heads, 128, dtype=torch.bfloat16) for _ in range(2))
+    gates = [torch.empty(1, tokens, v_heads) for _ in range(2)]
+    op(OP, q, k, v, *gates, None, None, do, None, 0.25, False, False, True, 0, None)
+    found = [launch.arguments for launch in launches() if launch.kernel == "backward_scan_bf16_kernel"]
+    return [tuple(found[name] for name in ("makes_states", "has_links", "segment_chunks")) for found in found]
+
+
+@pytest.mark.parametrize(
+    ("heads", "v_heads", "tokens", "expected"),
+    [
+        (16, 32, 32768, [(0, 0, 513)]),
+        (16, 16, 32768, [(1, 1, 171), (0, 1, 171)]),
+        (16, 48, 32768, [(0, 0, 256)]),
+        (16, 64, 8192, [(0, 0, 129)]),
+    ],
+)
+def test_what_the_scans_are_cut_into(product_process, heads, v_heads, tokens, expected):
+    """One round of blocks as it is, segments that link where SMs would idle, and that walk on where rounds are uneven."""
+    assert product_process.run(scans_of, heads, v_heads, tokens) == expected
+
+
 def test_a_segment_as_long_as_all_tokens_is_no_cut(product_process):
     found, _, _ = product_process.run(run, replace(PACKED, segment_chunks=5))
     assert len(found) == 4

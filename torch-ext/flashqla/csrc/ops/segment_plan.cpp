@@ -87,43 +87,95 @@ int64_t best_length(int64_t tokens, int64_t longest, int64_t sequences, int64_t 
   return best;
 }
 
-// The backward's scans, in microseconds on an H200 (docs/design/2026-11-30-backward-scan.md).
-constexpr double SCAN_CHUNK_TIME = 1.3;     // of a chunk in a block
+// The backward's scans, in microseconds on an H200 (docs/design/2026-11-30-backward-balance.md).
+constexpr double SCAN_FORWARD_TIME = 1.05;  // of a chunk in a block that walks from the first one on
+constexpr double SCAN_REVERSE_TIME = 1.39;  // and from the last one
 constexpr double SCAN_BYTES_TIME = 0.043;   // of a chunk and value head in both directions, by the bytes alone
 constexpr double SCAN_BLOCK_TIME = 8;       // of a block besides its chunks
 constexpr double SCAN_LINK_TIME = 3;        // of a link
-constexpr int64_t SCAN_BLOCKS = 4;          // of a segment and head that write outputs: two halves, two directions
+constexpr double SCAN_WAITING = 1.15;       // what blocks that follow links lengthen a launch by, waiting for the states
+constexpr int64_t SCAN_HALVES = 2;          // blocks of a segment and head in each direction
+constexpr int64_t MOST_WALKED = 4;          // segments of a sequence, if nobody makes states
+constexpr double NEVER = 1e30;
 
-// Expected time of the scans of sequences of `chunks` chunks in segments of `length`.
-double expected_scan_time(int64_t chunks, int64_t length, int64_t sequences, int64_t heads, int64_t sms) {
-  const int64_t segments = divide_up(chunks, length), rows = sequences * heads;
-  const double bytes = SCAN_BYTES_TIME * double(chunks * rows);
-  const double block = double(length) * SCAN_CHUNK_TIME + SCAN_BLOCK_TIME;
-  if (segments == 1) {
-    const double walking = double(divide_up(SCAN_BLOCKS * rows, sms)) * block;
-    return walking > bytes ? walking : bytes;
+// SMs that take blocks in their order, each as soon as it is free; those that are free at the same time are one group.
+class Schedule {
+ public:
+  explicit Schedule(int64_t sms) : groups_{{0, sms}} {}
+
+  void add(int64_t blocks, double time) {
+    while (blocks > 0) {
+      Group& first = groups_[earliest()];
+      const double free = first.free;
+      const bool takes_all = blocks >= first.sms || count_ == MOST_GROUPS;
+      blocks -= first.sms;
+      if (takes_all) {
+        first.free = free + time;
+      } else {
+        groups_[count_++] = {free + time, blocks + first.sms};
+        first.sms = -blocks;
+      }
+    }
   }
-  const double makers = 2 * EXPECTED_LINKED * double(rows) * double(3 * segments - 4);
-  const double idle = double(6 * rows * segments) * IDLE_TIME / double(sms);
-  const double most_links = 24 / (FORGOTTEN_PER_CHUNK * double(length)) + 1;
-  const double links = most_links < double(segments - 2) ? most_links : double(segments - 2);
-  const double replaying = SCAN_CHUNK_TIME * EXPECTED_REPLAY, linking = SCAN_LINK_TIME * links;
-  const double starting = linking > replaying ? linking : replaying;
-  const double walking = double(divide_up(SCAN_BLOCKS * rows * segments, sms)) * (block + starting);
-  return double(divide_up(int64_t(makers), sms)) * block + idle + LAUNCH_TIME + (walking > bytes ? walking : bytes);
-}
 
-// The same if nobody makes states: a head that does not forget is walked by one block, and the others' segments fill the SMs.
-double expected_walking_time(int64_t chunks, int64_t length, int64_t sequences, int64_t heads, int64_t sms) {
-  const int64_t segments = divide_up(chunks, length), rows = sequences * heads;
-  const double bytes = SCAN_BYTES_TIME * double(chunks * rows);
-  const double whole = double(chunks) * SCAN_CHUNK_TIME + SCAN_BLOCK_TIME;
-  const double cuts = (1 - EXPECTED_LINKED) * double(segments - 1) * (SCAN_CHUNK_TIME * EXPECTED_REPLAY + SCAN_BLOCK_TIME);
-  const double idle = EXPECTED_LINKED * double(segments - 1) * IDLE_TIME;
-  const double shared_out = double(SCAN_BLOCKS * rows) / double(sms) * (whole + cuts + idle);
-  const double tail = 0.5 * double(length) * SCAN_CHUNK_TIME;
-  const double walking = shared_out + tail > whole ? shared_out + tail : whole;
-  return walking > bytes ? walking : bytes;
+  double end() const {
+    double latest = 0;
+    for (int64_t i = 0; i < count_; i++) latest = groups_[i].free > latest ? groups_[i].free : latest;
+    return latest;
+  }
+
+ private:
+  static constexpr int64_t MOST_GROUPS = 32;  // more only make the estimate coarser
+
+  struct Group {
+    double free;
+    int64_t sms;
+  };
+
+  int64_t earliest() const {
+    int64_t found = 0;
+    for (int64_t i = 1; i < count_; i++) found = groups_[i].free < groups_[found].free ? i : found;
+    return found;
+  }
+
+  Group groups_[MOST_GROUPS];
+  int64_t count_ = 1;
+};
+
+// Expected time of the scans of sequences of `chunks` chunks in segments of `length`, or `best` if it is not below that. With
+// links blocks that make states start first; else a head that does not forget is walked by one block, and the others' segments
+// fill the SMs.
+double expected_scan_time(int64_t chunks, int64_t length, int64_t sequences, int64_t heads, int64_t sms, bool links,
+                          double best) {
+  const int64_t segments = divide_up(chunks, length), blocks = SCAN_HALVES * sequences * heads;  // of a segment and direction
+  const int64_t kept = int64_t(EXPECTED_LINKED * double(blocks)), forgotten = blocks - kept;
+  const int64_t makers = links ? kept * (3 * segments - 4) : 0;
+  const double both = SCAN_FORWARD_TIME + SCAN_REVERSE_TIME, making = double(length) * SCAN_FORWARD_TIME + SCAN_BLOCK_TIME;
+  const double bytes = SCAN_BYTES_TIME * double(chunks * sequences * heads);
+  if (bytes >= best || double(makers) * making + double(blocks * chunks) * both >= best * double(sms)) return best;
+  const double most_links = 24 / (FORGOTTEN_PER_CHUNK * double(length)) + 1;
+  const double times[] = {SCAN_REVERSE_TIME, SCAN_FORWARD_TIME};
+  double longest = bytes;
+  Schedule schedule(sms);
+  if (links) {
+    const double idle = double(3 * segments * blocks) * IDLE_TIME / double(sms) + LAUNCH_TIME;
+    const double linking = SCAN_LINK_TIME * (double(segments - 2) < most_links ? double(segments - 2) : most_links);
+    const double chain = idle + making + linking + double(length) * SCAN_REVERSE_TIME + SCAN_BLOCK_TIME;
+    longest = chain > longest ? chain : longest;
+    schedule.add(sms, idle);
+    schedule.add(makers, making);
+  }
+  for (int64_t segment = 0; segment < segments; segment++) {
+    const double between = double(segment - 1) < most_links ? double(segment - 1) : most_links;
+    for (const double time : times) {
+      const double first = double(links ? length : chunks) * time + SCAN_BLOCK_TIME;
+      const double further = links ? double(length) * time + SCAN_BLOCK_TIME + SCAN_LINK_TIME * between : IDLE_TIME;
+      schedule.add(kept, segment == 0 ? first : further);
+      schedule.add(forgotten, (double(length) + (segment == 0 ? 0 : EXPECTED_REPLAY)) * time + SCAN_BLOCK_TIME);
+    }
+  }
+  const double end = schedule.end() * (links ? SCAN_WAITING : 1);
+  return end > longest ? end : longest;
 }
 
 SegmentPlan uncut(int64_t tokens, int64_t sequences) { return {tokens / CHUNK + 1, sequences, 0, 0, false, false, false}; }
@@ -145,25 +197,24 @@ SegmentPlan find_plan(int64_t segment_chunks, int64_t tokens, int64_t longest, i
   return cut(chunks, tokens, sequences, times.apart < times.together);
 }
 
-}  // namespace
-
-SegmentPlan plan_backward_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences,
-                                   int64_t heads, int64_t sms) {
+SegmentPlan find_backward_plan(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences, int64_t heads,
+                               int64_t sms) {
   const int64_t whole = divide_up(longest, CHUNK) > 0 ? divide_up(longest, CHUNK) : 1;
   int64_t chunks = segment_chunks > 0 ? segment_chunks : whole;
   bool links = true;
   if (segment_chunks == 0 && sequences > 0 && tokens > 0) {
     const int64_t mean = mean_chunks(tokens, sequences);
-    double best = expected_scan_time(mean, mean, sequences, heads, sms);
+    double best = expected_scan_time(mean, mean, sequences, heads, sms, false, NEVER);
     for (int64_t parts = 2; parts <= MOST_SEGMENTS && divide_up(mean, parts) >= SHORTEST; parts++) {
-      const int64_t length = divide_up(mean, parts);
-      const double linking = expected_scan_time(mean, length, sequences, heads, sms);
-      const double walking = expected_walking_time(mean, length, sequences, heads, sms);
-      const double time = linking < walking ? linking : walking;
-      if (time >= best) continue;
-      best = time;
-      chunks = length;
-      links = linking < walking;
+      const bool kinds[] = {true, false};
+      for (const bool linked : kinds) {
+        if (!linked && parts > MOST_WALKED) continue;
+        const double time = expected_scan_time(mean, divide_up(mean, parts), sequences, heads, sms, linked, best);
+        if (time >= best) continue;
+        best = time;
+        chunks = divide_up(mean, parts);
+        links = linked;
+      }
     }
   }
   if (chunks >= whole) return uncut(tokens, sequences);
@@ -172,24 +223,40 @@ SegmentPlan plan_backward_segments(int64_t segment_chunks, int64_t tokens, int64
   return plan;
 }
 
+// A search takes microseconds for a long sequence, and the layers of a model all ask the same.
+class Memory {
+ public:
+  using Find = SegmentPlan (*)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
+
+  SegmentPlan answer(const int64_t (&question)[6], Find find) {
+    if (memcmp(question_, question, sizeof question) != 0) {
+      memcpy(question_, question, sizeof question);
+      plan_ = find(question[0], question[1], question[2], question[3], question[4], question[5]);
+    }
+    return plan_;
+  }
+
+ private:
+  int64_t question_[6] = {-1};
+  SegmentPlan plan_ = {};
+};
+
+}  // namespace
+
+SegmentPlan plan_backward_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences,
+                                   int64_t heads, int64_t sms) {
+  static thread_local Memory last;
+  return last.answer({segment_chunks, tokens, longest, sequences, heads, sms}, find_backward_plan);
+}
+
 bool are_short(int64_t tokens, int64_t sequences, int64_t key_heads, int64_t sms) {
   return tokens <= MEAN_SHORT * sequences && sequences * key_heads >= FEWEST_SHORT_BLOCKS * sms;
 }
 
 SegmentPlan plan_segments(int64_t segment_chunks, int64_t tokens, int64_t longest, int64_t sequences, int64_t heads,
                           int64_t sms) {
-  // The search takes about a microsecond for a long sequence, and the layers of a model all ask the same.
-  struct Answered {
-    int64_t question[6];
-    SegmentPlan plan;
-  };
-  static thread_local Answered last{{-1}, {}};
-  const int64_t question[] = {segment_chunks, tokens, longest, sequences, heads, sms};
-  if (memcmp(last.question, question, sizeof question) != 0) {
-    memcpy(last.question, question, sizeof question);
-    last.plan = find_plan(segment_chunks, tokens, longest, sequences, heads, sms);
-  }
-  return last.plan;
+  static thread_local Memory last;
+  return last.answer({segment_chunks, tokens, longest, sequences, heads, sms}, find_plan);
 }
 
 }  // namespace flashqla
