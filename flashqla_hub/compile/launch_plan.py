@@ -78,7 +78,7 @@ class LaunchPlan:
     arguments: tuple[Argument, ...]
     grid: tuple[str, str, str]
     block: tuple[str, str, str]
-    cluster: tuple[int, int, int]
+    cluster: tuple[str, str, str]
     dynamic_shared_memory: int
     programmatic_launch: bool
 

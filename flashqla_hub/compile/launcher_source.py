@@ -72,9 +72,8 @@ def _declaration(plan: LaunchPlan) -> str:
 
 
 def _kernel_object(plan: LaunchPlan) -> str:
-    cluster = ", ".join(map(str, plan.cluster))
     programmatic = "true" if plan.programmatic_launch else "false"
-    traits = f"{{{plan.dynamic_shared_memory}, {{{cluster}}}, {programmatic}}}"
+    traits = f"{{{plan.dynamic_shared_memory}, {programmatic}}}"
     return f'constinit Kernel kernel{{"{plan.kernel}", CUBIN, {traits}}};'
 
 
@@ -103,7 +102,8 @@ def _body(plan: LaunchPlan) -> list[str]:
         for i, argument in enumerate(plan.arguments)
     ]
     lines.append(f"void* arguments[] = {{{', '.join(addresses)}}};")
-    lines.append(f"kernel.launch(scope, grid, {{{', '.join(plan.block)}}}, arguments);")
+    block, cluster = ("{" + ", ".join(extent) + "}" for extent in (plan.block, plan.cluster))
+    lines.append(f"kernel.launch(scope, grid, {block}, {cluster}, arguments);")
     return lines
 
 

@@ -33,6 +33,11 @@ OWN_FENCES = "flashqla.own_fences"
 
 TileLang would put one before every wgmma that follows any plain store, also of a tile that the wgmma does not read.
 """
+CLUSTER = "flashqla.cluster"
+"""A pass config of ours: the name of the scalar that says how many blocks along the first axis form a cluster.
+
+TileLang's clusters are of a size that is fixed when the kernel is compiled.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,16 +70,17 @@ def lower(name: str, prim_func: tirx.PrimFunc, pass_configs: Mapping[str, Any]) 
     target = Target(TARGET)
     configs = dict(pass_configs)
     skipped = [_Skip("tl.InjectFenceProxy")] if configs.pop(OWN_FENCES, False) else []
+    cluster = configs.pop(CLUSTER, None)
     try:
         with tvm.transform.PassContext(opt_level=3, config=configs, instruments=skipped), target:
             artifact = tilelang.lower(prim_func, target=target)
     except Exception as error:  # TVM raises whatever type its C++ side names
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise LoweringError(f"TileLang cannot lower {name}: {type(error).__name__}: {reason}") from error
-    return Lowered(artifact.kernel_source, _read_plan(name, prim_func, artifact))
+    return Lowered(artifact.kernel_source, _read_plan(name, prim_func, artifact, cluster))
 
 
-def _read_plan(name: str, prim_func: tirx.PrimFunc, artifact: Any) -> LaunchPlan:
+def _read_plan(name: str, prim_func: tirx.PrimFunc, artifact: Any, cluster: str | None) -> LaunchPlan:
     functions = artifact.device_mod.functions_items()
     if len(functions) != 1:
         raise LoweringError(f"{name} lowers to {len(functions)} kernels; a spec builds exactly one, so split it.")
@@ -86,6 +92,12 @@ def _read_plan(name: str, prim_func: tirx.PrimFunc, artifact: Any) -> LaunchPlan
     count = len(device_function.params)
     launch = _launch_parameters(name, device_function, arguments[count:])
     tensors, scalars = _parameters(name, prim_func)
+    if cluster is not None:
+        if cluster not in {scalar.name for scalar in scalars}:
+            raise LoweringError(
+                f"{name} takes no scalar {cluster}, which {CLUSTER} names; name one of its int32 arguments."
+            )
+        launch["cluster"] = (cluster, "1", "1")
     return LaunchPlan(
         name=name,
         kernel=global_var.name_hint,
@@ -114,7 +126,7 @@ def _packed_calls(host_module: tvm.IRModule) -> list[tuple[str, list[Any]]]:
 
 def _launch_parameters(name: str, device_function: tirx.PrimFunc, values: list[Any]) -> dict[str, Any]:
     tags = [str(tag) for tag in device_function.attrs["tirx.kernel_launch_params"]]
-    grid, block, cluster, shared_memory = ["1"] * 3, ["1"] * 3, [1] * 3, 0
+    grid, block, cluster, shared_memory = ["1"] * 3, ["1"] * 3, ["1"] * 3, 0
     for tag, value in zip(tags, values, strict=True):
         axis = "xyz".find(tag[-1])
         if tag.startswith("blockIdx."):
@@ -122,7 +134,7 @@ def _launch_parameters(name: str, device_function: tirx.PrimFunc, values: list[A
         elif tag.startswith("threadIdx."):
             block[axis] = cpp_expression(value)
         elif tag.startswith("tir.cluster_dim_"):
-            cluster[axis] = int(value)
+            cluster[axis] = cpp_expression(value)
         elif tag.endswith("use_dyn_shared_memory"):
             shared_memory = int(value)
         else:

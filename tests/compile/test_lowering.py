@@ -171,3 +171,24 @@ def test_what_the_launchers_cannot_do_is_one_sentence(build, sentence):
     with pytest.raises(LoweringError) as error:
         lowered(build())
     assert sentence in str(error.value)
+
+
+def build_with_a_scalar():
+    import tilelang.language as T
+
+    @T.prim_func
+    def scaled(x: T.Tensor((64,), "float32"), blocks: T.int32):
+        with T.Kernel(blocks * 2, threads=64) as block:
+            x[block] = 1.0
+
+    return scaled
+
+
+def test_a_scalar_says_how_many_blocks_are_a_cluster():
+    from flashqla_hub.compile.lowering import CLUSTER, lower
+
+    plan = lower("test_kernel", named(build_with_a_scalar()), {CLUSTER: "blocks"}).plan
+    assert plan.cluster == ("blocks", "1", "1") and plan.grid[0] != "1"
+    assert lowered(build_with_a_scalar()).plan.cluster == ("1", "1", "1")
+    with pytest.raises(LoweringError, match=r"test_kernel takes no scalar rows, which flashqla\.cluster names"):
+        lower("test_kernel", named(build_with_a_scalar()), {CLUSTER: "rows"})

@@ -54,7 +54,7 @@ void Kernel::prepare(const DeviceScope& scope) {
   ready_[scope.index()].set();
 }
 
-void Kernel::launch(const DeviceScope& scope, Extent grid, Extent block, void** arguments) {
+void Kernel::launch(const DeviceScope& scope, Extent grid, Extent block, Extent cluster, void** arguments) {
   FLASHQLA_CHECK(
       grid.x <= MAX_GRID_X && grid.y <= MAX_GRID_YZ && grid.z <= MAX_GRID_YZ,
       "%s would need a grid of %lld x %lld x %lld blocks, and CUDA takes 2147483647 x 65535 x 65535; split the "
@@ -63,7 +63,6 @@ void Kernel::launch(const DeviceScope& scope, Extent grid, Extent block, void** 
   if (__builtin_expect(!ready_[scope.index()].is_set(), 0)) prepare(scope);
   cuda::LaunchAttribute attributes[2];
   uint32_t count = 0;
-  const Extent& cluster = traits_.cluster;
   if (cluster.x * cluster.y * cluster.z > 1) {
     attributes[count].id = cuda::LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
     attributes[count++].value.cluster_dimension = {uint32_t(cluster.x), uint32_t(cluster.y), uint32_t(cluster.z)};

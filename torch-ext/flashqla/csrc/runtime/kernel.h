@@ -17,7 +17,6 @@ struct Extent {
 // What is fixed when the kernel is compiled.
 struct KernelTraits {
   int dynamic_shared_memory = 0;  // bytes
-  Extent cluster;
   bool programmatic_launch = false;  // may start while the kernel before it on the stream still runs
 };
 
@@ -28,8 +27,8 @@ class Kernel {
       : name_(name), cubin_(cubin), traits_(traits) {}
 
   // Enqueues on the scope's stream and returns. `arguments` holds the address of each kernel argument, in order.
-  // Fails on a device other than sm_90, an oversized grid, or a driver error.
-  void launch(const DeviceScope& scope, Extent grid, Extent block, void** arguments);
+  // `cluster` counts blocks, and divides the grid. Fails on a device other than sm_90, an oversized grid, or a driver error.
+  void launch(const DeviceScope& scope, Extent grid, Extent block, Extent cluster, void** arguments);
 
  private:
   void prepare(const DeviceScope& scope);
