@@ -183,9 +183,7 @@ def add_taps(taps, size, z, bias, weight, ring, place, reach, is_general):
 
 LN_2 = 0.6931471805599453
 
-DEVICE_CODE = (
-    WIDEN_CODE
-    + """
+FAST_GATE_CODE = """
 // ln 2 / (1 + 2^-x), to a few units in the last place. exp2f() and a division would spend six instructions on subnormal
 // numbers, which make no difference beside 1.
 static __device__ __forceinline__ float fast_gate(float x) {
@@ -195,7 +193,12 @@ static __device__ __forceinline__ float fast_gate(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(fmaf(power, LOG2_E, LOG2_E)));
   return result;
 }
+"""
 
+DEVICE_CODE = (
+    WIDEN_CODE
+    + FAST_GATE_CODE
+    + """
 // Which lanes of the warp say so.
 static __device__ __forceinline__ int lanes_with(bool is_so) { return __ballot_sync(0xffffffffu, is_so); }
 

@@ -113,6 +113,16 @@ def gate_factor(gate, silu):
     return T.call_extern("float32", "gate_factor", gate, silu)
 
 
+GATE_FACTOR_CODE = """
+// A product and a sum would make a NaN of an infinite gate; an expression that chooses makes the backward spill.
+static __device__ __forceinline__ float gate_factor(float gate, float silu) {
+  float result;
+  asm("{.reg .pred p; setp.ne.f32 p, %2, 0f00000000; selp.f32 %0, %1, 0f3f800000, p;}"
+      : "=f"(result) : "f"(gate), "f"(silu));
+  return result;
+}
+"""
+
 DEVICE_CODE = (
     WIDEN_CODE
     + """
@@ -131,15 +141,9 @@ static __device__ __forceinline__ int shift_of(int d) { return 32 - __clz(d - 1)
 static __device__ __forceinline__ unsigned magic_of(int d) {
   return static_cast<unsigned>(((1ull << (31 + shift_of(d))) + d - 1) / static_cast<unsigned>(d));
 }
-
-// A product and a sum would make a NaN of an infinite gate; an expression that chooses makes the backward spill.
-static __device__ __forceinline__ float gate_factor(float gate, float silu) {
-  float result;
-  asm("{.reg .pred p; setp.ne.f32 p, %2, 0f00000000; selp.f32 %0, %1, 0f3f800000, p;}"
-      : "=f"(result) : "f"(gate), "f"(silu));
-  return result;
-}
-
+"""
+    + GATE_FACTOR_CODE
+    + """
 static __device__ __forceinline__ float sigmoid(float x) {
   float power, result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * x));

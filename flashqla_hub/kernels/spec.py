@@ -25,6 +25,9 @@ PASS_CONFIGS = MappingProxyType(
     }
 )
 
+# For kernels whose launch says how many blocks form a cluster, by an argument.
+CLUSTERED = MappingProxyType(dict(PASS_CONFIGS) | {"flashqla.cluster": "cluster"})
+
 # For kernels that have every fence between plain and asynchronous accesses to shared memory themselves.
 OWN_FENCES = MappingProxyType(dict(PASS_CONFIGS) | {"flashqla.own_fences": True})
 
@@ -316,6 +319,32 @@ class DecodeSpec:
 
 
 @dataclass(frozen=True)
+class DecodeLayerSpec:
+    """A decoded token of the layer between its projections: convolution, recurrence and norm, on float32 states [K, V]."""
+
+    dtype: str
+    layout: str
+    # Eight accesses to the state, in and out, two stores of histories, and outputs; beside what a decode step has, a barrier
+    # of the cluster, and stores to the shared memory of other blocks, which a barrier counts.
+    minimum_instructions: Mapping[str, int] = field(
+        default_factory=lambda: {
+            **{"LDG": 20, "STG": 11, "CCTL": 9, "PREEXIT": 1, "ACQBULK": 1},
+            **{"UCGABAR_ARV": 1, "UCGABAR_WAIT": 1, "STAS": 2, "SYNCS": 3},
+        }
+    )
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: CLUSTERED)
+
+    @property
+    def name(self) -> str:
+        return f"decode_layer_{self.dtype}_{self.layout}"
+
+    def build(self) -> Any:
+        from .decode_layer import build_decode_layer
+
+        return build_decode_layer(DTYPES[self.dtype], DECODE_LAYOUTS[self.layout])
+
+
+@dataclass(frozen=True)
 class TokenProductsSpec:
     """Products of at most `count` tokens with several matrices."""
 
@@ -437,5 +466,6 @@ SPECS = (
     *(GatesSpec(dtype) for dtype in WIDE_DTYPES),
     *(GatesBackwardSpec(dtype) for dtype in WIDE_DTYPES),
     *(DecodeSpec(*key) for key in product(DTYPES, DECODE_LAYOUTS)),
+    *(DecodeLayerSpec(*key) for key in product(DTYPES, ("kv_f32", "kv_f32_few"))),
     *(TokenProductsSpec(*key) for key in product(DTYPES, TOKEN_COUNTS)),
 )

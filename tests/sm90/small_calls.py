@@ -1,6 +1,6 @@
 """Runs an op on small inputs, for tools that watch every access: `python -m tests.sm90.small_calls backward 3`.
 
-Ops are forward, backward and decode. Without numbers it lists the calls. The library is that of `shipped_library`; results
+Ops are forward, backward, decode and step. Without numbers it lists the calls. The library is that of `shipped_library`; results
 must be finite.
 """
 
@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from . import test_backward_op, test_decode, test_forward_op
+from . import test_backward_op, test_decode, test_forward_op, test_step
 from .shipped_library import find_library, load_ops
 from .test_backward_op import make_gradients
 from .test_forward_op import Case, make_call
@@ -53,7 +53,15 @@ DECODE_CASES = (
         for v_first in (False, True)
     ),
 )
-CALLS = {"forward": CASES, "backward": CASES, "decode": DECODE_CASES}
+STEP_CASES = (
+    test_step.Case(2, (2, 4), id="few"),
+    test_step.Case(3, (1, 1), "fp16", has_bias=True, together=True, id="few-fp16-of-a-projection"),
+    test_step.Case(2, (1, 4), id="four-values-a-key"),
+    test_step.Case(MANY, (2, 4), norm_silu=False, id="many"),
+    test_step.Case(MANY, (2, 6), parameters=torch.float32, id="many-three-values-a-key"),
+    test_step.Case(33, (2, 2), "fp16", id="many-fp16"),
+)
+CALLS = {"forward": CASES, "backward": CASES, "decode": DECODE_CASES, "step": STEP_CASES}
 
 
 def call_decode(ops, case: test_decode.Case):
@@ -68,11 +76,20 @@ def call_decode(ops, case: test_decode.Case):
     return ops.sm90_fused_recurrent_fwd(*inputs, offsets, *common, True)
 
 
-def call_op(op: str, case: Case | test_decode.Case):
+def call_step(ops, case: test_step.Case):
+    """Output and both states, which are moved on in place."""
+    layer = test_step.make_layer(case)
+    y = ops.sm90_gated_delta_net_step(*test_step.arguments_of(case, test_step.make_token(case), layer))
+    return y, layer.conv, layer.states
+
+
+def call_op(op: str, case):
     """All results of one call."""
     ops = load_ops(find_library())
     if op == "decode":
         return call_decode(ops, case)
+    if op == "step":
+        return call_step(ops, case)
     call = make_call(case)
     if op == "forward":
         found = test_forward_op.run(ops.sm90_gated_delta_rule_fwd, case, call)

@@ -2,6 +2,7 @@
 // decode kernels of flashqla_hub/kernels (see its README). The second updates states of a pool where they lie.
 #include "../generated/launchers.h"
 #include "../runtime/registration.h"
+#include "decode.h"
 #include "rows.h"
 
 namespace flashqla {
@@ -9,10 +10,6 @@ namespace {
 
 constexpr int64_t HEAD_DIM = 128;  // K = V
 constexpr int32_t NO_DENSE_LENGTH = -1;
-constexpr int64_t FEW_HEADS = 64;  // up to as many, a head of [K, V] float32 states is cut in smaller parts
-// Of states that are ordered before their turn: about what all blocks hold, and of float32 states [K, V] a quarter of all,
-// within bounds.
-constexpr int64_t BYTES_AHEAD = 16 << 20, LEAST_KV_BYTES_AHEAD = 4 << 20, MOST_KV_BYTES_AHEAD = 6 << 20;
 const char* const OP = "the SM90 decode kernel";
 
 struct Arguments {
@@ -166,15 +163,10 @@ class Decode {
  private:
   using Launch = decltype(&launch_decode_bf16_kv_f32);
 
-  // How many sequences ahead a block orders the state of its head; as many begin with an order of their own.
   int32_t ahead(const TensorView& states) const {
     const bool is_float32 = states.dtype == aoti_torch_dtype_float32();
     const int64_t bytes_of_sequence = heads_ * HEAD_DIM * HEAD_DIM * (is_float32 ? 4 : 2);
-    int64_t bytes = BYTES_AHEAD;
-    if (is_float32 && !arguments_.state_v_first) {
-      bytes = smaller(MOST_KV_BYTES_AHEAD, larger(LEAST_KV_BYTES_AHEAD, sequences_ * bytes_of_sequence / 4));
-    }
-    return static_cast<int32_t>(larger(1, bytes / bytes_of_sequence));
+    return sequences_ahead(sequences_, bytes_of_sequence, is_float32 && !arguments_.state_v_first);
   }
 
   Launch choose(const TensorView& v, const TensorView& states) const {
