@@ -3,6 +3,7 @@
 import tilelang.language as T
 
 from ._decode_tiles import GROUP
+from ._prefetch import PREFETCH_CODE, call
 from ._sm90 import BYTES, HEAD_DIM, L2NORM_EPS, WARP
 from ._tile import Group
 
@@ -10,7 +11,8 @@ KK, QQ, KQ = range(3)  # products of a token's q and k
 PRODUCTS = 3
 LOG2_E = 1.4426950408889634
 
-DEVICE_CODE = """
+DEVICE_CODE = (
+    """
 static __device__ __forceinline__ float power_of_two(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -37,17 +39,16 @@ static __device__ __forceinline__ float softplus(float x) {
 static __device__ __forceinline__ float sigmoid(float x) {
   return inverse(1.0f + power_of_two(-1.4426950408889634f * x));
 }
-
-static __device__ __forceinline__ void prefetch_line(const void* line) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-}
-
+"""
+    + PREFETCH_CODE
+    + """
 static __device__ __forceinline__ void zero_column(void* first, int rows, long stride) {
   unsigned short* place = static_cast<unsigned short*>(first);
 #pragma unroll 1
   for (int row = 0; row < rows; row++, place += stride) *place = 0;
 }
 """
+)
 
 
 class Strip(Group):
@@ -75,11 +76,6 @@ def value_of(number, is_wide):
 
 def exp(x):
     return T.exp2(LOG2_E * x)
-
-
-def call(name, element, *arguments):
-    """Calls a function of DEVICE_CODE with the address of an element."""
-    T.evaluate(T.call_extern("handle", name, T.address_of(element), *arguments))
 
 
 @T.macro

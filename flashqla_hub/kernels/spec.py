@@ -350,18 +350,19 @@ class TokenProductsSpec:
 
     dtype: str
     count: int
+    shares: bool = False  # the form for few rows, of which the warps of a block share the columns
     # Four rows of each of four matrices, and of every token, in one turn at least.
-    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 32, "STG": 16})
+    minimum_instructions: Mapping[str, int] = field(default_factory=lambda: {"LDG": 32, "STG": 4})
     pass_configs: Mapping[str, Any] = field(default_factory=lambda: PASS_CONFIGS)
 
     @property
     def name(self) -> str:
-        return f"token_products_{self.count}_{self.dtype}"
+        return f"token_products_{'shared_' if self.shares else ''}{self.count}_{self.dtype}"
 
     def build(self) -> Any:
         from .token_products import build_token_products
 
-        return build_token_products(DTYPES[self.dtype], self.count)
+        return build_token_products(DTYPES[self.dtype], self.count, self.shares)
 
 
 @dataclass(frozen=True)
@@ -467,5 +468,5 @@ SPECS = (
     *(GatesBackwardSpec(dtype) for dtype in WIDE_DTYPES),
     *(DecodeSpec(*key) for key in product(DTYPES, DECODE_LAYOUTS)),
     *(DecodeLayerSpec(*key) for key in product(DTYPES, ("kv_f32", "kv_f32_few"))),
-    *(TokenProductsSpec(*key) for key in product(DTYPES, TOKEN_COUNTS)),
+    *(TokenProductsSpec(*key) for key in product(DTYPES, TOKEN_COUNTS, (False, True))),
 )

@@ -22,17 +22,33 @@ def run(options):
 
 def test_matrices_share_one_launch(product_process):
     [call], addresses, described = product_process.run(run, {})
-    assert (call.kernel, call.grid, call.block) == ("token_products_4_bf16_kernel", (3 + 2 + 1, 1, 1), (128, 1, 1))
+    assert (call.kernel, call.grid) == ("token_products_shared_4_bf16_kernel", (10 + 5 + 1, 1, 1))
+    assert call.block == (128, 1, 1) and call.programmatic
     expected = {f"rows_{i}": rows for i, rows in enumerate((40, 17, 4, 0))}
-    expected |= {"tokens": 2, "vectors": WIDTH // 8, **addresses}
+    expected |= {"tokens": 2, "vectors": WIDTH // 8, "ahead": 0, **addresses}
     assert {name: call.arguments[name] for name in expected} == expected
     assert described == [((2, 1, rows), "torch.bfloat16") for rows in (40, 17, 4, 0)]
 
 
 def test_one_token_has_a_kernel_of_its_own(product_process):
     [call], _, described = product_process.run(run, {"tokens": (1, 1), "dtype": "float16", "rows": (16,)})
-    assert (call.kernel, call.grid) == ("token_products_1_fp16_kernel", (1, 1, 1))
+    assert (call.kernel, call.grid) == ("token_products_shared_1_fp16_kernel", (4, 1, 1))
     assert described == [((1, 1, rows), "torch.float16") for rows in (16, 0, 0, 0)]
+
+
+@pytest.mark.parametrize(("tokens", "name"), [(1, "1_bf16"), (3, "4_bf16")])
+def test_many_rows_are_four_a_warp(product_process, tokens, name):
+    for rows, kernel, blocks in (((8192,), f"shared_{name}", 2048), ((8000, 193), name, 500 + 13)):
+        [call], _, _ = product_process.run(run, {"tokens": (tokens, 1), "rows": rows, "width": 512})
+        assert (call.kernel, call.grid) == (f"token_products_{kernel}_kernel", (blocks, 1, 1))
+
+
+@pytest.mark.parametrize(("rows", "width", "ahead"), [(2048, 4096, 48), (2048, 2048, 32), (24, 512, 8)])
+def test_a_matrix_alone_is_ordered_ahead_up_to_twelve_megabytes(product_process, rows, width, ahead):
+    [call], _, _ = product_process.run(run, {"rows": (rows,), "width": width})
+    assert call.arguments["ahead"] == ahead and rows * ahead * 128 <= 12 << 20
+    [call], _, _ = product_process.run(run, {"rows": (rows,), "width": width, "tokens": (1, 1)})
+    assert not call.programmatic and "ahead" not in call.arguments
 
 
 @pytest.mark.parametrize("options", [{"tokens": (0, 1)}, {"rows": (0,)}])

@@ -9,6 +9,10 @@ namespace {
 constexpr int MATRICES = 4;
 constexpr int64_t MAX_TOKENS = 4;
 constexpr int64_t VECTOR = 8, STEP = 512;  // elements of a load, and columns that a warp reads at a time
+// Of up to so many rows, blocks of 16 would leave SMs idle or with few loads on their way; then a block has 4 rows.
+constexpr int64_t FEW_ROWS = 8192;
+// Of a matrix alone, weights that are ordered into the L2 cache while the kernel before ends: what memory gives meanwhile.
+constexpr int64_t BYTES_AHEAD = 12 << 20, LINE = 128;
 
 void check_flat(const TensorView& tensor) {
   FLASHQLA_CHECK(tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0,
@@ -65,10 +69,17 @@ void run(StableIValue* stack, uint64_t, uint64_t) {
   }
   if (tokens > 0 && all_rows > 0) {
     const bool is_bfloat16 = x.dtype == aoti_torch_dtype_bfloat16();
-    const auto launch = tokens == 1 ? (is_bfloat16 ? launch_token_products_1_bf16 : launch_token_products_1_fp16)
-                                    : (is_bfloat16 ? launch_token_products_4_bf16 : launch_token_products_4_fp16);
-    launch(scope, contiguous_view("x", x.data, x.dtype, x.device, {tokens, vectors, VECTOR}), w_vectors[0], w_vectors[1],
-           w_vectors[2], w_vectors[3], y_rows[0], y_rows[1], y_rows[2], y_rows[3]);
+    using Launch = decltype(&launch_token_products_1_bf16);
+    static constexpr Launch LAUNCHES[2][2][2] = {
+        {{launch_token_products_1_bf16, launch_token_products_1_fp16},
+         {launch_token_products_4_bf16, launch_token_products_4_fp16}},
+        {{launch_token_products_shared_1_bf16, launch_token_products_shared_1_fp16},
+         {launch_token_products_shared_4_bf16, launch_token_products_shared_4_fp16}},
+    };
+    const bool is_alone = w_vectors[0].size[0] == all_rows;
+    const int64_t lines = is_alone ? smaller(width * 2 / LINE, BYTES_AHEAD / LINE / all_rows) : 0;
+    LAUNCHES[all_rows <= FEW_ROWS][tokens > 1][!is_bfloat16](scope, contiguous_view("x", x.data, x.dtype, x.device, {tokens, vectors, VECTOR}), w_vectors[0], w_vectors[1],
+           w_vectors[2], w_vectors[3], y_rows[0], y_rows[1], y_rows[2], y_rows[3], static_cast<int32_t>(lines));
   }
   for (int i = 0; i < MATRICES; i++) stack[i] = y[i].hand_over();
 }
