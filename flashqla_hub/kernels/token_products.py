@@ -128,7 +128,10 @@ def build_token_products(dtype, count, shares):
         ahead: T.int32,
     ):
         with T.Kernel(
-            blocks_of(rows_0, shares) + blocks_of(rows_1, shares) + blocks_of(rows_2, shares) + blocks_of(rows_3, shares),
+            blocks_of(rows_0, shares)
+            + blocks_of(rows_1, shares)
+            + blocks_of(rows_2, shares)
+            + blocks_of(rows_3, shares),
             threads=WARPS * WARP,
         ) as block:
             T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)

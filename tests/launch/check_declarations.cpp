@@ -20,6 +20,9 @@ static_assert(offsetof(CUlaunchConfig, attrs) == offsetof(ours::LaunchConfig, at
 static_assert(offsetof(CUlaunchConfig, numAttrs) == offsetof(ours::LaunchConfig, attribute_count));
 
 static_assert(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION == ours::LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
+static_assert(CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE ==
+              ours::LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE);
+static_assert(CU_CLUSTER_SCHEDULING_POLICY_LOAD_BALANCING == ours::CLUSTER_SCHEDULING_POLICY_LOAD_BALANCING);
 static_assert(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION ==
               ours::LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
 static_assert(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES ==

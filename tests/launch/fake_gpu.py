@@ -51,6 +51,7 @@ class Launch:
     block: tuple[int, ...]
     shared_memory: int
     cluster: tuple[int, ...]
+    cluster_policy: int
     programmatic: bool
     stream: int
     context: int
@@ -130,6 +131,7 @@ class _Launch(ctypes.Structure):
         ("block", ctypes.c_uint32 * 3),
         ("shared_memory", ctypes.c_uint32),
         ("cluster", ctypes.c_uint32 * 3),
+        ("cluster_policy", ctypes.c_uint32),
         ("programmatic", ctypes.c_uint32),
         ("argument_count", ctypes.c_uint32),
         ("stream", ctypes.c_uint64),
@@ -196,6 +198,7 @@ def _decode(record: _Launch) -> Launch:
         block=tuple(record.block),
         shared_memory=record.shared_memory,
         cluster=tuple(record.cluster),
+        cluster_policy=record.cluster_policy,
         programmatic=bool(record.programmatic),
         stream=record.stream,
         context=record.context,

@@ -10,6 +10,7 @@ from fake_gpu import launches, op
 D, TAPS = 128, 4
 KERNELS = {"kv_f32_few": (4, 256), "kv_f32": (2, 128)}  # blocks of a head, and threads of a block
 MB = 2**20
+LOAD_BALANCING = 2  # CU_CLUSTER_SCHEDULING_POLICY_LOAD_BALANCING
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,12 @@ def test_the_blocks_of_a_key_head_are_a_cluster(product_process, dtype, heads, b
     bytes_of_sequence = heads[1] * D * D * 4
     ahead = min(6 * MB, max(4 * MB, batch * bytes_of_sequence // 4)) // bytes_of_sequence
     assert step.arguments["ahead"] == max(1, ahead)
+
+
+@pytest.mark.parametrize(("batch", "policy"), [(15, 0), (16, LOAD_BALANCING)])
+def test_blocks_of_a_cluster_may_share_an_sm_where_there_are_many(product_process, batch, policy):
+    [step], _, _ = product_process.run(run, Call(batch, (16, 16)))
+    assert (step.cluster, step.cluster_policy) == ((2, 1, 1), policy)
 
 
 def test_flags_do_not_stand_for_each_other(product_process):

@@ -6,7 +6,8 @@
 #include <string.h>
 
 enum { MAX_LAUNCHES = 256, MAX_MAPS = 512, MAX_KERNELS = 128, MAX_ARGUMENTS = 64, ARGUMENT_BYTES = 128, RANK = 5 };
-enum { ATTRIBUTE_CLUSTER = 4, ATTRIBUTE_PROGRAMMATIC = 6, CC_MAJOR = 75, CC_MINOR = 76, SM_COUNT = 16 };
+enum { ATTRIBUTE_CLUSTER = 4, ATTRIBUTE_CLUSTER_POLICY = 5, ATTRIBUTE_PROGRAMMATIC = 6, CC_MAJOR = 75,
+       CC_MINOR = 76, SM_COUNT = 16 };
 static const uint64_t MAP_MAGIC = 0x7e4507a900000000u;
 
 typedef struct {
@@ -28,7 +29,7 @@ typedef struct {
 
 typedef struct {
   char kernel[64];
-  uint32_t grid[3], block[3], shared_memory, cluster[3], programmatic, argument_count;
+  uint32_t grid[3], block[3], shared_memory, cluster[3], cluster_policy, programmatic, argument_count;
   uint64_t stream, context;
   unsigned char arguments[MAX_ARGUMENTS][ARGUMENT_BYTES];
 } Launch;
@@ -143,6 +144,7 @@ int cuLaunchKernelEx(const Config* config, void* function, void** arguments, voi
   for (uint32_t i = 0; i < config->attribute_count; i++) {
     const Attribute* attribute = &config->attributes[i];
     if (attribute->id == ATTRIBUTE_CLUSTER) memcpy(launch->cluster, attribute->value.cluster, 12);
+    if (attribute->id == ATTRIBUTE_CLUSTER_POLICY) launch->cluster_policy = (uint32_t)attribute->value.flag;
     if (attribute->id == ATTRIBUTE_PROGRAMMATIC) launch->programmatic = (uint32_t)attribute->value.flag;
   }
   launch->argument_count = (uint32_t)kernel->argument_count;

@@ -28,6 +28,7 @@ struct LaunchAttribute {  // CUlaunchAttribute
     struct {
       uint32_t x, y, z;
     } cluster_dimension;
+    int cluster_scheduling_policy_preference;
     int programmatic_stream_serialization_allowed;
   } value;
 };
@@ -41,6 +42,8 @@ struct LaunchConfig {  // CUlaunchConfig
 
 // Enumerators of cuda.h; tests/launch/check_declarations.cpp compares all of the above with the real header.
 constexpr int LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4;
+constexpr int LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE = 5;
+constexpr int CLUSTER_SCHEDULING_POLICY_LOAD_BALANCING = 2;
 constexpr int LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6;
 constexpr int FUNCTION_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8;
 constexpr int FUNCTION_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 9;

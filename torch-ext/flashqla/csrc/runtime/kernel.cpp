@@ -9,6 +9,7 @@ constexpr int SM90 = 90;
 constexpr int DEFAULT_SHARED_MEMORY = 48 * 1024;  // beyond it a kernel must ask, CUDA C++ Programming Guide 16.7.3
 constexpr int LARGE_SHARED_MEMORY = 16 * 1024;    // from here on it limits how many blocks an SM holds
 constexpr int WHOLE_SHARED_MEMORY = 100;          // percent of what an SM can give, and the same for kernels that overlap
+constexpr int64_t MANY_BLOCKS = 512;              // from so many on, an SM may take several blocks of a cluster
 constexpr int64_t MAX_GRID_X = INT32_MAX, MAX_GRID_YZ = 65535;
 constexpr int TMA_ALIGNMENT = 16;                     // bytes, of the address and of every stride but the first
 constexpr int64_t MAX_TMA_SIZE = int64_t(1) << 32;    // elements
@@ -61,11 +62,15 @@ void Kernel::launch(const DeviceScope& scope, Extent grid, Extent block, Extent 
       "call.",
       name_, static_cast<long long>(grid.x), static_cast<long long>(grid.y), static_cast<long long>(grid.z));
   if (__builtin_expect(!ready_[scope.index()].is_set(), 0)) prepare(scope);
-  cuda::LaunchAttribute attributes[2];
+  cuda::LaunchAttribute attributes[3];
   uint32_t count = 0;
   if (cluster.x * cluster.y * cluster.z > 1) {
     attributes[count].id = cuda::LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
     attributes[count++].value.cluster_dimension = {uint32_t(cluster.x), uint32_t(cluster.y), uint32_t(cluster.z)};
+    if (grid.x * grid.y * grid.z >= MANY_BLOCKS) {
+      attributes[count].id = cuda::LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE;
+      attributes[count++].value.cluster_scheduling_policy_preference = cuda::CLUSTER_SCHEDULING_POLICY_LOAD_BALANCING;
+    }
   }
   if (traits_.programmatic_launch) {
     attributes[count].id = cuda::LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
