@@ -27,9 +27,10 @@ solve, so that its product with the queries runs while the gradient of v is made
 those of the storers, behind the barrier that they wait for.
 
 Reads        q k [T, H, 128] · v dout [T, HV, 128] · solve [slots, HV, 96, 32] · row_scales pair_scales bound of
-             `backward_rows.py` · segments [segment_slots, 6] · initial state and gradient of the final state f32
+             `backward_rows.py` · segments [segment_slots, 7] · initial state and gradient of the final state f32, or those at
+             a border, [HV, V, K], of the sequence that goes on in another range of chunks
 Writes       errors [slots, HV, 2, C, 64] · states dstates [slots, HV, 2, 64, 128], transposed · dv [T, HV, 128] ·
-             gradient of the initial state f32
+             gradient of the initial state f32, or of that at a border
 In between   segment_states f32, transitions in two 16-bit parts, plain and turned, with the squared norms of their rows,
              whether a segment forgets
 
@@ -143,6 +144,9 @@ def build_backward_scan(dtype):
         dstates: T.Tensor((chunk_slots, value_heads, HALVES, VALUE_TILE, HEAD_DIM), dtype),
         dv: T.Tensor((tokens, value_heads, HEAD_DIM), dtype),
         dinitial: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
+        border_state: T.Tensor((value_heads, HEAD_DIM * HEAD_DIM), "float32"),
+        gradient_behind: T.Tensor((value_heads, HEAD_DIM * HEAD_DIM), "float32"),
+        gradient_before: T.Tensor((value_heads, HEAD_DIM * HEAD_DIM), "float32"),
         has_initial: T.int32,
         has_dfinal: T.int32,
         write_dinitial: T.int32,
@@ -210,8 +214,8 @@ def build_backward_scan(dtype):
                 if direction == FORWARD:
                     base = own - (t.item[ITEM_LINKS] + 1) * value_heads
                     load_state(
-                        ahead.S, t.item[ITEM_START], matrix, base, FORWARD, half, initial, segment_states, value_stride,
-                        key_stride,
+                        ahead.S, t.item[ITEM_START], matrix, t.item[ITEM_HEAD], base, FORWARD, half, initial,
+                        border_state, segment_states, value_stride, key_stride,
                     )  # fmt: skip
                     follow_links(
                         thread, dtype, t, b, ahead, t.item[ITEM_LINKS], base, -1, value_heads, FORWARD,
@@ -224,8 +228,8 @@ def build_backward_scan(dtype):
                     lead[0] = 1.0
                     base = own + (t.item[ITEM_LINKS] + 1) * value_heads
                     load_state(
-                        back.S, t.item[ITEM_START], matrix, base, REVERSE, half, dfinal, segment_states, value_stride,
-                        key_stride,
+                        back.S, t.item[ITEM_START], matrix, t.item[ITEM_HEAD], base, REVERSE, half, dfinal,
+                        gradient_behind, segment_states, value_stride, key_stride,
                     )  # fmt: skip
                     follow_links(
                         thread, dtype, t, b, back, t.item[ITEM_LINKS], base, 1, value_heads, REVERSE,
@@ -234,7 +238,8 @@ def build_backward_scan(dtype):
                     carry_gradient(thread, dtype, t, b, back, item, lead)
                     store_segment(back.S, t.item[ITEM_END], own, REVERSE, half, segment_states, lead[0])
                     store_gradient(
-                        back.S, t.item[ITEM_END], matrix, half, dinitial, lead[0], value_stride, key_stride
+                        back.S, t.item[ITEM_END], matrix, t.item[ITEM_HEAD], half, dinitial, gradient_before, lead[0],
+                        value_stride, key_stride,
                     )  # fmt: skip
             elif thread < MOVERS:
                 T.set_max_nreg(BACKWARD_SCAN.scores.registers, 1)

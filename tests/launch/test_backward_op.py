@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ class Call:
     output_dinitial: bool = True
     segment_chunks: int = 0
     is_kept: bool = True  # what the forward keeps in bfloat16
+    range_slots: int = 0
 
 
 def make_arguments(call: Call) -> list[Any]:
@@ -50,7 +52,8 @@ def make_arguments(call: Call) -> list[Any]:
     operand = None
     if call.is_kept and call.dtype == "bfloat16":
         slots = call.batch * call.tokens // 64 + sequences
-        operand = torch.zeros(slots + (slots + 1535) // 1536, HV, 96, 32, dtype=dtype)
+        borders = (slots - 1) // call.range_slots if call.range_slots > 0 else 0
+        operand = torch.zeros(slots + (slots + 1535) // 1536 + 11 * borders, HV, 96, 32, dtype=dtype)
     return [
         projection[:, :, 0],
         projection[:, :, 1],
@@ -67,6 +70,7 @@ def make_arguments(call: Call) -> list[Any]:
         call.output_dinitial,
         call.segment_chunks,
         operand,
+        call.range_slots,
     ]
 
 
@@ -183,6 +187,8 @@ def test_plan_reads_offsets_and_clears_every_gradient(product_process):
         "dense_length": -1,
         "sequences": 3,
         "segment_chunks": 5,
+        "range_slots": SLOTS,
+        "ranges": 1,
     }
     assert_arguments(plan, expected)
     assert 0 not in (expected["chunks"], expected["segments"])
@@ -281,6 +287,9 @@ def test_scan_gets_everything(product_process):
         "initial": addresses["initial"],
         "dfinal": addresses["dfinal"],
         "dinitial": addresses["dinitial"],
+        "border_state": rows.arguments["row_scales"],  # any valid address
+        "gradient_behind": rows.arguments["row_scales"],
+        "gradient_before": rows.arguments["row_scales"],
         "chunk_slots": SLOTS,
         "segment_slots": 3,
         "rows": 1,
@@ -338,6 +347,85 @@ def scans_of(heads, v_heads, tokens):
 def test_what_the_scans_are_cut_into(product_process, heads, v_heads, tokens, expected):
     """One round of blocks as it is, segments that link where SMs would idle, and that walk on where rounds are uneven."""
     assert product_process.run(scans_of, heads, v_heads, tokens) == expected
+
+
+IN_TWO = replace(PACKED, range_slots=4)  # of seven slots
+
+
+def test_scans_and_gradients_take_one_range_after_the_other_from_the_last_on(product_process):
+    found, _, _ = product_process.run(run, IN_TWO)
+    names = ("plan", "rows_bf16", *("scan_bf16", "gradients_bf16") * 2)
+    assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names]
+    plan, rows, *parts = found
+    assert (plan.arguments["range_slots"], plan.arguments["ranges"], plan.arguments["segment_slots"]) == (4, 2, 3)
+    assert (plan.grid[0], rows.grid[0]) == (2 * 3 + 128, SLOTS * H)
+    assert [launch.grid[0] for launch in parts] == [3 * HV * 2 * 2, 132] * 2
+    longer_than_a_range = 4 + 3  # chunks of four slots of three sequences, and one more
+    assert {launch.arguments["segment_chunks"] for launch in (plan, parts[0], parts[2])} == {longer_than_a_range}
+
+
+def test_a_range_gets_its_slots_of_what_all_share_and_writes_to_the_same_place(product_process):
+    [plan, rows, *parts], addresses, _ = product_process.run(run, IN_TWO)
+    for (scan, gradients), first, slots, index in zip((parts[:2], parts[2:]), (4, 0), (3, 4), (1, 0), strict=True):
+        maps = {
+            "solve_desc": (addresses["operand"], HV * 96 * 32 * 2),
+            "row_scales_desc": (rows.arguments["row_scales"], HV * 9 * 64 * 4),
+            "pair_scales_desc": (rows.arguments["pair_scales"], HV * 3 * 64 * 4),
+            "norms_desc": (rows.arguments["norms"], H * 2 * 64 * 4),
+        }
+        for name, (address, row) in maps.items():
+            for launch in (scan, gradients):
+                if name in launch.arguments:
+                    assert launch.arguments[name].address == address + first * row, name
+                    assert launch.arguments[name].dims[-1] == slots, name
+        assert scan.arguments["bound"] == rows.arguments["bound"] + first * HV * 4
+        assert scan.arguments["segments"] == plan.arguments["segments"] + index * 3 * 7 * 4
+        assert gradients.arguments["chunks"] == plan.arguments["chunks"] + first * 4 * 4
+        for name in ("errors_desc", "states_desc", "dstates_desc"):
+            assert scan.arguments[name] == gradients.arguments[name]
+            assert scan.arguments[name].address == parts[0].arguments[name].address
+            assert scan.arguments[name].dims[-1] == slots
+    apart = {"solve_desc", "row_scales_desc", "pair_scales_desc", "bound", "segments", "errors_desc", "states_desc"}
+    apart |= {"dstates_desc", "border_state", "gradient_behind", "gradient_before", "chunk_slots"}
+    for name in parts[0].arguments.keys() - apart:
+        assert parts[0].arguments[name] == parts[2].arguments[name], name
+
+
+def test_states_at_borders_are_those_of_the_forward_and_gradients_go_on_from_range_to_range(product_process):
+    found, addresses, _ = product_process.run(run, replace(PACKED, range_slots=2))
+    scans = [launch.arguments for launch in found[2::2]]
+    assert len(scans) == 4
+    kept = addresses["operand"] + (SLOTS + 1) * HV * 96 * 32 * 2
+    assert [scan["border_state"] for scan in scans[:3]] == [kept + border * HV * 128 * 128 * 4 for border in (2, 1, 0)]
+    for later, earlier in pairwise(scans):
+        assert later["gradient_before"] == earlier["gradient_behind"] != later["gradient_behind"]
+    assert 0 not in (scan[name] for scan in scans for name in ("border_state", "gradient_behind", "gradient_before"))
+
+
+def test_segments_of_ranges_have_places_for_every_sequence(product_process):
+    found, _, _ = product_process.run(run, replace(IN_TWO, segment_chunks=1))
+    names = ("plan", "rows_bf16", *("scan_bf16", "scan_bf16", "gradients_bf16") * 2)
+    assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names]
+    places = (4 + 3 - 1) // 1 + 3
+    assert found[0].arguments["segment_slots"] == places
+    assert [launch.grid[0] for launch in found[2:]] == [places * HV * 2 * 3, places * HV * 2 * 2, 132] * 2
+
+
+def test_a_range_of_all_slots_is_the_only_one(product_process):
+    found, _, _ = product_process.run(run, replace(PACKED, range_slots=SLOTS))
+    assert len(found) == 4 and found[0].arguments["ranges"] == 1
+
+
+def test_a_negative_range_is_refused(product_process):
+    with pytest.raises(RuntimeError, match="range_slots is -1 and must be positive, or 0 for one range"):
+        product_process.run(run, replace(PACKED, range_slots=-1))
+
+
+def test_ranges_without_what_the_forward_keeps_are_refused(product_process):
+    with pytest.raises(
+        RuntimeError, match="range_slots is 4 and operand is missing, which has the states between ranges"
+    ):
+        product_process.run(run, replace(IN_TWO, is_kept=False))
 
 
 def test_a_segment_as_long_as_all_tokens_is_no_cut(product_process):

@@ -35,6 +35,7 @@ class Call:
     output_final_state: bool = True
     segment_chunks: int = 0
     op: str = "sm90_gated_delta_rule_fwd"
+    range_slots: int = 0  # of the op that keeps what the backward can use
 
 
 def make_arguments(call: Call) -> list[Any]:
@@ -58,6 +59,7 @@ def make_arguments(call: Call) -> list[Any]:
         call.state_v_first,
         call.output_final_state,
         call.segment_chunks,
+        *([call.range_slots] if call.op == KEPT else []),
     ]
 
 
@@ -128,6 +130,40 @@ def test_what_the_backward_can_use_is_a_result_of_its_own(product_process):
         assert factor[name] == plain.arguments[name]
     with pytest.raises(RuntimeError, match="q is not bfloat16, in which alone the SM90 backward uses the operand"):
         product_process.run(run, replace(PACKED, op=KEPT, dtype="float16"))
+
+
+@pytest.mark.parametrize(("range_slots", "borders"), [(6, 1), (2, 3), (1, 6)])
+def test_states_at_borders_are_behind_what_the_backward_can_use(product_process, range_slots, borders):
+    found, addresses, described = product_process.run(run, replace(PACKED, op=KEPT, range_slots=range_slots))
+    assert [launch.kernel for launch in found] == ["factor_kept_bf16_kernel", "recurrence_kept_bf16_kernel"]
+    assert described[2] == ((SLOTS + 1 + 11 * borders, HV, 96, 32), "torch.bfloat16")
+    factor, recurrence = (launch.arguments for launch in found)
+    assert factor["operand"] == addresses["operand"]
+    assert recurrence["operand_desc"].dims == (32, 96, HV, SLOTS)
+    assert recurrence["kept"] == addresses["operand"] + (SLOTS + 1) * HV * 96 * 32 * 2
+    assert (recurrence["range_slots"], recurrence["chunk_slots"]) == (range_slots, SLOTS)
+    [_, plain], _, _ = product_process.run(run, PACKED)
+    assert recurrence.keys() - plain.arguments.keys() <= {"kept", "range_slots", "chunk_slots"}
+    numbers = {name for name, value in plain.arguments.items() if isinstance(value, int | float) and value < 2**31}
+    assert all(recurrence[name] == plain.arguments[name] for name in numbers)
+
+
+def test_many_short_sequences_keep_states_by_the_kernel_for_long_ones(product_process):
+    short = Call(tokens=64 * 400, batch=1, offsets=tuple(range(0, 64 * 400 + 1, 64)), op=KEPT)
+    found, _, _ = product_process.run(run, short)
+    assert found[1].kernel == "short_bf16_kernel"
+    found, _, _ = product_process.run(run, replace(short, range_slots=7))
+    assert [launch.kernel for launch in found[1:]] == ["recurrence_kept_bf16_kernel"]
+
+
+def test_a_range_of_all_slots_has_no_border(product_process):
+    found, _, described = product_process.run(run, replace(PACKED, op=KEPT, range_slots=SLOTS))
+    assert found[1].kernel == "recurrence_bf16_kernel" and described[2][0][0] == SLOTS + 1
+
+
+def test_a_negative_range_is_refused(product_process):
+    with pytest.raises(RuntimeError, match="range_slots is -1 and must be positive, or 0 for one range"):
+        product_process.run(run, replace(PACKED, op=KEPT, range_slots=-1))
 
 
 def test_whole_rounds_of_blocks_have_launches_of_their_own(product_process):

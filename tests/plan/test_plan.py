@@ -115,3 +115,25 @@ def test_residuals_have_the_shape_that_tracing_expects(kernel, part):
         cu_seqlens = None if bounds is None else torch.tensor(bounds)
         result = kernel.chunk_gated_delta_rule_fwd(q, q, v, gate, gate, cu_seqlens=cu_seqlens, chunk_size=16)
         assert list(result.residuals.shape) == shape_of(q, v, cu_seqlens, 16)
+
+
+def test_large_backwards_that_fill_an_h200_take_ranges_of_up_to_768_mb_of_states(plan):
+    def ranges(tokens, sequences, heads, name="auto"):
+        return plan.range_slots(tokens, sequences, heads, name)
+
+    assert ranges(32768, 1, 32) == 257 and ranges(8 * 4096, 8, 32) == 260 and ranges(32768, 1, 64) == 171
+    assert ranges(32768, 1, 16) == ranges(8192, 1, 64) == ranges(8192, 8, 32) == 0, "states of up to 768 MB"
+    assert ranges(32768, 1, 48) == ranges(32768, 1, 40) == 0, "rounds of blocks that are not full"
+    assert ranges(32768, 1, 32, "off") == ranges(32768, 1, 32, "invariant") == 0
+    assert ranges(64 * 600, 600, 32) == 0 < ranges(65 * 600, 600, 32), "many short sequences"
+    assert ranges(0, 3, 64) == ranges(0, 0, 64) == 0
+
+
+def test_ranges_have_about_as_many_slots_each_and_no_more_states_than_allowed(plan):
+    for tokens in range(30_000, 200_000, 4321):
+        for sequences in (1, 2, 7):
+            slots = tokens // 64 + sequences
+            of_range = plan.range_slots(tokens, sequences, 32, "auto")
+            ranges = -(-slots // of_range)
+            assert ranges >= 2 and slots - (ranges - 1) * of_range > of_range - ranges
+            assert (of_range - 1) * 32 * plan.STATES_OF_CHUNK < plan.STATES_AT_ONCE

@@ -11,20 +11,9 @@ namespace flashqla {
 constexpr int64_t STATE_DIM = 128;      // K = V
 constexpr int64_t TRIANGLE_ROWS = 96, HALF_CHUNK = 32;  // of a tile without its upper right quarter
 constexpr int64_t BOUNDS_OF_TILE = TRIANGLE_ROWS * HALF_CHUNK / 2;  // float32 numbers in the place of such a tile of 16 bits
+constexpr int64_t BORDER_SLOTS = 11;  // of the operand, which hold the states at a border
+static_assert(BORDER_SLOTS * TRIANGLE_ROWS * HALF_CHUNK * 2 >= STATE_DIM * STATE_DIM * 4, "a state is in float32");
 constexpr int64_t TMA_ALIGNMENT = 16, TMA_ROW_ELEMENTS = 8;  // bytes, and elements of 16 bits that make them
-
-// A forward keeps the operands of its chunks, [slots, HV, 96, 32], and in so many slots behind them their bounds, [slots, HV].
-inline int64_t slots_of_bounds(int64_t slots) { return (slots + BOUNDS_OF_TILE - 1) / BOUNDS_OF_TILE; }
-
-inline TensorView bounds_of_operand(const TensorView& operand, int64_t slots) {
-  char* const bounds = static_cast<char*>(operand.data) + 2 * TRIANGLE_ROWS * HALF_CHUNK * slots * operand.size[1];
-  return contiguous_view("bound", bounds, aoti_torch_dtype_float32(), operand.device, {slots, operand.size[1]});
-}
-
-inline TensorView chunks_of_operand(const TensorView& operand, int64_t slots) {
-  return contiguous_view(operand.name, operand.data, operand.dtype, operand.device,
-                         {slots, operand.size[1], TRIANGLE_ROWS, HALF_CHUNK});
-}
 
 inline void check_size(const TensorView& tensor, int axis, int64_t expected, const char* like) {
   FLASHQLA_CHECK(tensor.size[axis] == expected, "%s.shape[%d] is %lld and %s gives %lld; pass tensors of one batch.",
@@ -145,6 +134,44 @@ inline TensorView as_token_rows(const TensorView& tensor) {
   view.stride[0] = token_stride(tensor);
   for (int axis = 1; axis < 3; axis++) view.stride[axis] = tensor.stride[axis + 1];
   return view;
+}
+
+// What a forward keeps for its backward, [slots, HV, 96, 32] in 16 bits: the operand of each chunk, in so many slots behind them their
+// bounds, float32 [slots, HV], and behind those, if the backward takes ranges of chunks one after the other, the states before each
+// range but the first, float32 [HV, V, K].
+inline int64_t slots_of_bounds(int64_t slots) { return (slots + BOUNDS_OF_TILE - 1) / BOUNDS_OF_TILE; }
+inline int64_t slots_of_borders(int64_t borders) { return borders * BORDER_SLOTS; }
+inline int64_t border_slot(int64_t slots) { return slots + slots_of_bounds(slots); }
+
+inline void require_range(int64_t range_slots) {
+  FLASHQLA_CHECK(range_slots >= 0, "range_slots is %lld and must be positive, or 0 for one range.",
+                 static_cast<long long>(range_slots));
+}
+
+inline int64_t borders_of(int64_t range_slots, int64_t slots) {
+  return range_slots > 0 && slots > 0 ? (slots - 1) / range_slots : 0;
+}
+
+inline char* slot_of_operand(const TensorView& operand, int64_t slot) {
+  return static_cast<char*>(operand.data) + 2 * TRIANGLE_ROWS * HALF_CHUNK * slot * operand.size[1];
+}
+
+inline TensorView chunks_of_operand(const TensorView& operand, int64_t slots) {
+  return contiguous_view(operand.name, operand.data, operand.dtype, operand.device,
+                         {slots, operand.size[1], TRIANGLE_ROWS, HALF_CHUNK});
+}
+
+inline TensorView bounds_of_operand(const TensorView& operand, int64_t slots) {
+  return contiguous_view("bound", slot_of_operand(operand, slots), aoti_torch_dtype_float32(), operand.device,
+                         {slots, operand.size[1]});
+}
+
+inline void* border_of_operand(const TensorView& operand, int64_t slots, int64_t border) {
+  return slot_of_operand(operand, border_slot(slots)) + border * operand.size[1] * STATE_DIM * STATE_DIM * 4;
+}
+
+inline TensorView as_border(const char* name, void* data, int64_t v_heads, int32_t device) {
+  return contiguous_view(name, data, aoti_torch_dtype_float32(), device, {v_heads, STATE_DIM * STATE_DIM});
 }
 
 // The argument itself when it is contiguous float32, else a copy that is.
