@@ -295,6 +295,30 @@ def test_chunks_in_ranges_give_what_they_give_together(backward, case, has_dht):
                 assert relative([other[behind]], [one[behind].double()]) <= LIMITS[name], (range_slots, name)
 
 
+@pytest.mark.parametrize("gates", ["none", "mild", "thirty", "trained"])
+@pytest.mark.parametrize("segment", [UNCUT, 2])
+def test_states_at_borders_are_final_states_of_shorter_calls(gates, segment):
+    """To the bit where nothing is cut; and what else the forward returns does not change."""
+    case = Case("kept", tokens=520, heads=(2, 4), gates=gates, l2norm=True, segment=segment)
+    call = make_call(case)
+    forward = load_ops(LIBRARY).sm90_gated_delta_rule_fwd_kept
+    options = (None, case.scale, True, True, True, segment)
+    initial = call.initial.mT.contiguous()
+    plain = forward(*call.inputs, initial, *options)
+    o, final, kept = forward(*call.inputs, initial, *options, 3)
+    assert torch.equal(o, plain[0]) and torch.equal(final, plain[1])
+    slots = plain[2].shape[0]
+    assert torch.equal(kept[: 520 // 64 + 1], plain[2][: 520 // 64 + 1])
+    assert kept.shape[0] == slots + 2 * 11
+    states = kept[slots:].flatten().view(torch.float32)[: 2 * final.numel()].view(2, 4, DIM, DIM)
+    for border, state in zip((3, 6), states, strict=True):
+        shorter = forward(*(x[:, : 64 * border] for x in call.inputs), initial, *options)[1][0]
+        if segment == UNCUT:
+            assert torch.equal(state, shorter)
+        else:
+            assert relative([state], [shorter.double()]) <= 1e-4
+
+
 def cases_with_ranges():
     for slots in (3, 7, 14, 20):
         yield dataclasses.replace(BORDERS, id=f"packed-{slots}"), slots
