@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_3a71324159c7"
+NAMESPACE = "_flashqla_4673525abe6d"
 ops = getattr(torch.ops, NAMESPACE)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from . import gated_delta_net as _gated_delta_net
+from . import gated_delta_net_step as _gated_delta_net_step
 from . import keywords as _keywords
 from .causal_conv1d import causal_conv1d_fn as _causal_conv1d_fn
 from .causal_conv1d import causal_conv1d_update as _causal_conv1d_update
@@ -134,6 +135,9 @@ class RMSNormGated(nn.Module):
         if activation not in _GATE_ACTIVATIONS or gate is None:
             return type(self).forward(self, hidden_states, gate)
         return _rms_norm_gated(hidden_states, gate, self.weight, activation=activation, eps=self.variance_epsilon)
+
+
+_gated_delta_net_step.norm_forward = RMSNormGated.forward
 
 
 class Qwen3_5GatedDeltaNet(nn.Module):

@@ -20,7 +20,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from . import projections
+from . import gated_delta_net_step, projections
 from .causal_conv1d import causal_conv1d_update
 from .causal_conv1d.heads import Heads, convolve_heads
 from .causal_conv1d.validation import ACTIVATIONS
@@ -120,6 +120,18 @@ def _compute(layer, project, hidden_states, cache, past, attention_mask, keyword
         padding = attention_mask.shape[1] - hidden_states.shape[1]
         hidden_states = (hidden_states * attention_mask[:, padding:, None]).to(hidden_states.dtype)
     qkv, z, b, a = project(layer, hidden_states)
+    normed = None
+    if past.conv is not None and past.recurrent is not None and qkv.shape[1] == 1:
+        normed = gated_delta_net_step.step(layer, qkv, z, b, a, past.conv, past.recurrent)
+    if normed is None:
+        normed = _compute_between(layer, qkv, z, b, a, cache, past, keywords)
+    else:
+        cache.update_recurrent_state(past.recurrent, layer.layer_idx)
+    return projections.project(normed, (layer.out_proj,))[0]
+
+
+def _compute_between(layer, qkv, z, b, a, cache, past, keywords) -> Tensor:
+    """What lies between the projections, operator by operator: [B, T, HV * V]."""
     cu_seqlens, seq_idx = bounds_of(keywords), keywords.get("seq_idx")
     if cu_seqlens is not None:
         seq_idx = None
@@ -127,8 +139,7 @@ def _compute(layer, project, hidden_states, cache, past, attention_mask, keyword
     o, state = _recur(layer, heads, b, a, cache, past, seq_idx, cu_seqlens)
     if cache is not None:
         cache.update_recurrent_state(state, layer.layer_idx)
-    normed = layer.norm(o, _heads(z, o.shape[3]))
-    return projections.project(normed.flatten(2), (layer.out_proj,))[0]
+    return layer.norm(o, _heads(z, o.shape[3])).flatten(2)
 
 
 def _convolve(layer, x: Tensor, value_dim: int, cache, past: Past, seq_idx, cu_seqlens) -> Heads:

@@ -2,7 +2,7 @@
 
 import torch
 
-NAMESPACE = "_flashqla_d4d497750317"
+NAMESPACE = "_flashqla_b22a58191838"
 ops = getattr(torch.ops, NAMESPACE)
 
 

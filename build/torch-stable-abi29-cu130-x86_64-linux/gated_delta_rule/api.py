@@ -97,9 +97,9 @@ def chunk_gated_delta_rule(
         A_log, dt_bias: [HV], any floating dtype; gradients flow to both.
         chunk_size: tokens a chunk, 16, 32 or 64: a hint that changes the result by rounding only.
         plan: how the SM90 kernels cut long sequences into segments that run side by side. "auto": by lengths and head
-            counts, for speed. "invariant": by the sequence's own length, so that a sequence gives the same bits in any
-            batch and with its heads spread over any number of GPUs. "off": not at all. It changes the result by rounding
-            only, and nothing on the PyTorch path.
+            counts, for speed, and large backwards into ranges of chunks, for memory. "invariant": by the sequence's own
+            length, so that a sequence gives the same bits in any batch and with its heads spread over any number of GPUs.
+            "off": not at all. It changes the result by rounding only, and nothing on the PyTorch path.
 
     Returns:
         o: [B, T, HV, V], the dtype of v.
@@ -111,7 +111,8 @@ def chunk_gated_delta_rule(
     Notes:
         Computed in float32 (float64 for float64 inputs), also under autocast. The backward recomputes; between forward
         and backward are kept the inputs and, on the PyTorch path, a few states. The SM90 kernels keep the solve of each chunk
-        in bfloat16, 6 KB a value head, and of each sequence at least one. Second derivatives are not available.
+        in bfloat16, 6 KB a value head, and of each sequence at least one; where the backward takes a large call in ranges of
+        chunks, which changes it by rounding, also states, 64 KB a value head. Second derivatives are not available.
     """
     if cp_context is not None or unknown:
         _refuse_unsupported(cp_context=cp_context, **unknown)

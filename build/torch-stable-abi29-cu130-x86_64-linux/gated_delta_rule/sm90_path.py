@@ -7,11 +7,13 @@ from torch import Tensor
 
 from .._ops import ops
 from ..library import call_op
-from .plan import PLANS
+from .plan import PLANS, range_slots
 
 CHUNK = 64  # tokens of a chunk of the kernels
 RESIDUAL_DTYPE = torch.bfloat16  # of what a forward keeps, and of the inputs of one that keeps anything
 TRIANGLE = [96, 32]  # three quarters of a chunk's lower triangular [64, 64] tile
+BOUNDS_OF_TILE = 96 * 32 // 2  # float32 numbers in the place of such a tile
+BORDER_SLOTS = 11  # of such tiles, which hold the states between two ranges of the backward in float32
 
 
 def forward(
@@ -30,20 +32,30 @@ def forward(
     """o [B, T, HV, 128], final state [N, HV, 128, 128] float32, and residuals of `residual_shape` if they are to be saved."""
     arguments = (q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, False, True)
     if save_for_backward and q.dtype == RESIDUAL_DTYPE:
-        return call_op(ops.sm90_gated_delta_rule_fwd_kept, *arguments, PLANS[plan])
+        ranges = range_slots(*_sizes(q, v, cu_seqlens), plan)
+        return call_op(ops.sm90_gated_delta_rule_fwd_kept, *arguments, PLANS[plan], ranges)
     o, final_state = call(*arguments, plan)
     return o, final_state, final_state.new_empty(0)
 
 
-def residual_shape(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> List[int]:
-    """Shape of what a forward keeps: the solve of each chunk in bfloat16, which the backward uses as it is.
+def residual_shape(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], plan: str) -> List[int]:
+    """Shape of what a forward keeps: the solve of each chunk in bfloat16, and behind them the bounds of all, in float32.
 
-    Nothing in float16, whose backward wants another form and makes it itself, as it does where there is nothing.
+    Behind those, where the backward takes several ranges of chunks, the states between them, [HV, V, K] in float32. Nothing in
+    float16, whose backward wants another form and makes it itself, as it does where there is nothing.
     """
     if q.dtype != RESIDUAL_DTYPE:
         return [0]
+    tokens, sequences, v_heads = _sizes(q, v, cu_seqlens)
+    slots, ranges = tokens // CHUNK + sequences, range_slots(tokens, sequences, v_heads, plan)
+    bounds, borders = (slots + BOUNDS_OF_TILE - 1) // BOUNDS_OF_TILE, (slots - 1) // ranges if ranges else 0
+    return [slots + bounds + BORDER_SLOTS * borders, v_heads, *TRIANGLE]
+
+
+def _sizes(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> Tuple[int, int, int]:
+    """Tokens, sequences and value heads."""
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return [q.shape[0] * q.shape[1] // CHUNK + sequences, v.shape[2], *TRIANGLE]
+    return q.shape[0] * q.shape[1], sequences, v.shape[2]
 
 
 def call(
@@ -114,6 +126,7 @@ def backward(
         initial_state is not None,
         PLANS["off" if q.dtype == torch.float16 else plan],  # no GPU has judged segments in float16 yet
         residuals if residuals.numel() else None,
+        range_slots(*_sizes(q, v, cu_seqlens), plan) if residuals.numel() else 0,
     )
     return dq, dk, dv, _converted(dg, g), _converted(dbeta, beta), dh0
 
