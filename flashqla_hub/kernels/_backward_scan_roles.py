@@ -5,6 +5,7 @@ import tilelang.language as T
 from ._backward_scan_tiles import DECAY, ERROR, QUERY, READ, SINCE, STAGES, TAKE, WRITE, phase, phase_before
 from ._sm90 import (
     CHUNK,
+    END_BORDER,
     END_FINAL,
     END_STATE,
     END_TRANSITION,
@@ -22,6 +23,7 @@ from ._sm90 import (
     PAIR_COLUMN,
     PAIR_REFERENCE,
     PAIR_ROW,
+    START_BORDER,
     START_IDENTITY,
     START_INITIAL,
     START_STATE,
@@ -46,12 +48,15 @@ def outputs_of(item):
 
 
 @T.macro
-def load_state(S, start, matrix, base, side, half, source, states, value_stride, key_stride):
+def load_state(S, start, matrix, head, base, side, half, source, border, states, value_stride, key_stride):
     """The state that the item starts from, transposed: zero, a given one, the identity or that of segment `base`."""
     T.clear(S)
     if start == START_INITIAL:
         for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
             S[a, c] = source[matrix, (half * VALUE_TILE + a) * value_stride + c * key_stride]
+    if start == START_BORDER:
+        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+            S[a, c] = border[head, (half * VALUE_TILE + a) * HEAD_DIM + c]
     if start == START_STATE:
         for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
             S[a, c] = states[base, side, half, a * HEAD_DIM + c]
@@ -91,10 +96,13 @@ def store_transition(dtype, r, end, row, half, transitions, reach):
 
 
 @T.macro
-def store_gradient(S, end, matrix, half, target, factor, value_stride, key_stride):
+def store_gradient(S, end, matrix, head, half, target, border, factor, value_stride, key_stride):
     if end == END_FINAL:
         for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
             target[matrix, (half * VALUE_TILE + a) * value_stride + c * key_stride] = S[a, c] * factor
+    if end == END_BORDER:
+        for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
+            border[head, (half * VALUE_TILE + a) * HEAD_DIM + c] = S[a, c] * factor
 
 
 @T.macro

@@ -9,6 +9,8 @@ is certified: the next segment replays the window, any other next segment links 
 
 Blocks that make S_j, M_j and dS_j run in a launch of their own, beforehand, and leave `forgets`.
 
+A sequence that a border cuts starts there from the state, or the gradient, at the border, and leaves its gradient there.
+
 Without links nobody makes states: where a segment's window is not certified, or longer than a quarter of a segment, the block
 of the segment before it walks on, and its own block does nothing. A head that never forgets is walked by one block.
 """
@@ -17,8 +19,11 @@ import tilelang.language as T
 
 from ._segments import NORMS_AT_ONCE, first_vote, votes
 from ._sm90 import (
+    BORDER_BEFORE,
+    BORDER_BEHIND,
     CERTIFIED,
     CHUNK,
+    END_BORDER,
     END_FINAL,
     END_NOTHING,
     END_STATE,
@@ -36,12 +41,14 @@ from ._sm90 import (
     ITEM_SILENT,
     ITEM_START,
     ITEM_WORDS,
+    SEGMENT_BORDER,
     SEGMENT_CHUNKS,
     SEGMENT_FIRST_SLOT,
     SEGMENT_FIRST_TOKEN,
     SEGMENT_INDEX,
     SEGMENT_SEQUENCE,
     SEGMENT_TOKENS,
+    START_BORDER,
     START_IDENTITY,
     START_INITIAL,
     START_STATE,
@@ -53,6 +60,19 @@ FORWARD, REVERSE = 0, 1
 MAKERS = 3  # blocks, twice, that make a segment's state, its transition and the gradient of its state
 MAKE_STATE, MAKE_TRANSITION, MAKE_GRADIENT = range(MAKERS)
 PARTS_OF_REPLAY = 4  # without links a replay is at most this part of a segment
+
+
+def start_of(segment, direction, has_state):
+    """Where a direction starts: at the border of the range, or at an end of the sequence, which may have a state."""
+    border = T.Select(direction == FORWARD, BORDER_BEFORE, BORDER_BEHIND)
+    of_sequence = T.Select(has_state != 0, START_INITIAL, START_ZERO)
+    return T.Select(segment[SEGMENT_BORDER] == border, START_BORDER, of_sequence)
+
+
+def end_of_gradient(segment, write_dinitial):
+    """Where the gradient goes behind the first chunk: to the border of the range, or to that of the initial state."""
+    of_sequence = T.Select(write_dinitial != 0, END_FINAL, END_NOTHING)
+    return T.Select(segment[SEGMENT_BORDER] == BORDER_BEFORE, END_BORDER, of_sequence)
 
 
 @T.macro
@@ -155,7 +175,7 @@ def walk_on(item, found, segment, edge, head, direction, write_dinitial, segment
     if direction == FORWARD:
         item[ITEM_LAST_ROWS] = T.min(CHUNK, segment[SEGMENT_TOKENS] - (end - 1) * CHUNK)
     else:
-        item[ITEM_END] = T.Select(T.And(end == 0, write_dinitial != 0), END_FINAL, END_NOTHING)
+        item[ITEM_END] = T.Select(end == 0, end_of_gradient(segment, write_dinitial), END_NOTHING)
 
 
 @T.macro
@@ -199,9 +219,9 @@ def describe_outputs(
             count = T.min(chunks - high, longest)
             first = segment[SEGMENT_FIRST_SLOT] + high
             stride = value_heads
-            item[ITEM_END] = T.Select(T.And(low == 0, write_dinitial != 0), END_FINAL, END_NOTHING)
+            item[ITEM_END] = T.Select(low == 0, end_of_gradient(segment, write_dinitial), END_NOTHING)
         if count == 0:
-            item[ITEM_START] = T.Select(has_start != 0, START_INITIAL, START_ZERO)
+            item[ITEM_START] = start_of(segment, direction, has_start)
         else:
             measure_window(found, bound, head, first, T.Select(direction == FORWARD, -1, 1), count, lane)
             if found[0] <= count:
@@ -263,7 +283,7 @@ def describe_states(
                 next_gradient_keeps = T.cast(found[0] > count, "int32")
     if part == MAKE_STATE:
         needed = keeps + next_keeps
-        item[ITEM_START] = T.Select(T.And(index == 0, has_initial != 0), START_INITIAL, START_ZERO)
+        item[ITEM_START] = T.Select(index == 0, start_of(segment, FORWARD, has_initial), START_ZERO)
         item[ITEM_END] = END_STATE
     elif part == MAKE_TRANSITION:
         needed = T.Select(T.And(index > 0, high < chunks), keeps + gradient_keeps, 0)
@@ -271,7 +291,7 @@ def describe_states(
         item[ITEM_END] = END_TRANSITION
     else:
         needed = gradient_keeps + next_gradient_keeps
-        item[ITEM_START] = T.Select(T.And(high == chunks, has_dfinal != 0), START_INITIAL, START_ZERO)
+        item[ITEM_START] = T.Select(high == chunks, start_of(segment, REVERSE, has_dfinal), START_ZERO)
         item[ITEM_END] = END_STATE
     if T.And(lane == 0, half == 0):
         if T.And(part == MAKE_STATE, T.And(index >= 0, high < chunks)):

@@ -223,8 +223,18 @@ def read_state(half, t, r, i):
 
 
 @T.macro
-def keep_state(thread, dtype, t, b, r, chunks, silent):
-    """State and outputs of 64 value rows, the state in registers from the first chunk to the last."""
+def keep_border(t, r, slot, kept):
+    """The state behind a chunk, with the decay to its end, which the scales of the next chunk would bring."""
+    for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
+        kept[t.item[ITEM_HEAD], a * HEAD_DIM + c] = r.S[a, c] * t.late_decay[slot]
+
+
+@T.macro
+def keep_state(thread, dtype, t, b, r, chunks, silent, keeps_border, kept, border):
+    """State and outputs of 64 value rows, the state in registers from the first chunk to the last.
+
+    keeps_border: whether the state before the chunk in slot `border` is stored, if the chunk before that has outputs here.
+    """
     half = thread // WARPGROUP
     if half == 1:
         give_turn(half)
@@ -240,6 +250,9 @@ def keep_state(thread, dtype, t, b, r, chunks, silent):
         slot = i % SLOTS
         write_state(half, thread, t, b, r, i)
         read_state(half, t, r, i)
+        if keeps_border:
+            if t.item[ITEM_FIRST_SLOT] + i + 1 == border:
+                keep_border(t, r, slot, kept)
         arrive(b.scores_free, slot, thread)
         arrive(b.tokens_free, i % STAGES, thread)
         for a, c in T.Parallel(HEAD_DIM, CHUNK):
@@ -250,7 +263,10 @@ def keep_state(thread, dtype, t, b, r, chunks, silent):
             T.copy(r.o, t.o[1])
         T.fence_proxy_async()
         arrive(b.output_ready, half * SLOTS + slot, thread)
-    if half == 0:
+    if keeps_border:  # asked again, since the answer would be kept through all chunks
+        if T.shfl_xor(thread, 0) < WARPGROUP:
+            take_turn(0)
+    elif half == 0:
         take_turn(half)
     finish_state(dtype, t, r, chunks)
 

@@ -42,8 +42,8 @@ ITEM_SILENT, ITEM_START, ITEM_LINKS, ITEM_END, ITEM_OWN, ITEM_SIGN = range(
 )  # chunks without outputs, START_*, ...
 CHUNK_WORDS = 4  # int32 words of a chunk record; the last is unused
 CHUNK_FIRST_TOKEN, CHUNK_ROWS, CHUNK_SEQUENCE = range(3)
-START_ZERO, START_INITIAL, START_IDENTITY, START_STATE = range(4)  # START_STATE: of an earlier segment, then links
-END_NOTHING, END_FINAL, END_STATE, END_TRANSITION = range(4)  # where the last state goes
+START_ZERO, START_INITIAL, START_IDENTITY, START_STATE, START_BORDER = range(5)  # START_STATE: of a segment, then links
+END_NOTHING, END_FINAL, END_STATE, END_TRANSITION, END_BORDER = range(5)  # where the last state goes
 MISSING, LINK, BASE = range(3)  # what `ready` says of a segment's state and transition
 
 L2NORM_EPS = 1e-6  # inside the root
@@ -212,10 +212,10 @@ FACTOR = FactorLayout()
 SHORT = ShortLayout()
 
 
-SEGMENT_WORDS = 6  # int32 words of a segment's record: four of its sequence, which sequence, and which segment of it
-SEGMENT_FIRST_TOKEN, SEGMENT_TOKENS, SEGMENT_FIRST_SLOT, SEGMENT_CHUNKS, SEGMENT_SEQUENCE, SEGMENT_INDEX = range(
-    SEGMENT_WORDS
-)
+SEGMENT_WORDS = 7  # int32 words of a segment's record: four of its sequence, which sequence, which segment of it, its border
+SEGMENT_FIRST_TOKEN, SEGMENT_TOKENS, SEGMENT_FIRST_SLOT, SEGMENT_CHUNKS, SEGMENT_SEQUENCE = range(5)
+SEGMENT_INDEX, SEGMENT_BORDER = range(5, SEGMENT_WORDS)
+BORDER_NONE, BORDER_BEFORE, BORDER_BEHIND = range(3)  # on which side the sequence goes on in the other range of chunks
 
 ROW_VECTORS = 9  # float32 numbers of a token and value head that the backward kernels share
 ROW_STRENGTH, ROW_UNTIL, ROW_DECAY, ROW_SINCE, ROW_READ, ROW_WRITE, ROW_QUERY, ROW_TAKE, ROW_ERROR = range(ROW_VECTORS)

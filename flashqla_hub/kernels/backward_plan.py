@@ -1,10 +1,14 @@
 """Plan of a backward: records of chunks and segments from sequence offsets, and zeros where no sequence is.
 
+A backward in two ranges has a plan for each: for the chunks from slot `border` on, and then for those before. In either, offsets
+are clipped at the border's first token, and sequences that have nothing in the range have no segments; chunks have the slots of
+the range, which begins with slot 0. The sequence that the border cuts, if it does, says so in its segments, on the border's side.
+
 Reads        cu_seqlens as 32-bit words
 Writes       chunks [slots, 4] int32: first token, rows (0 = unused slot), sequence ·
-             segments [segment_slots, 6] int32: first token, tokens, first slot and chunks of the sequence, which sequence,
-             and which segment of it (-1 = unused) ·
-             rows of dq dk dv dg dbeta below cu_seqlens[0] and from cu_seqlens[N] on
+             segments [segment_slots, 7] int32: first token, tokens, first slot and chunks of the sequence, which sequence,
+             which segment of it (-1 = unused), and where it goes on beyond the border (BORDER_*) ·
+             rows of dq dk dv dg dbeta below cu_seqlens[0] and from cu_seqlens[N] on, but not with the range before a border
 
 Blocks       N: a sequence each
              then ZERO_BLOCKS: rows that no sequence has, in turn
@@ -12,12 +16,17 @@ Blocks       N: a sequence each
 
 import tilelang.language as T
 
+from ._segments import find_sequence
 from ._sm90 import (
+    BORDER_BEFORE,
+    BORDER_BEHIND,
+    BORDER_NONE,
     CHUNK,
     CHUNK_FIRST_TOKEN,
     CHUNK_ROWS,
     CHUNK_SEQUENCE,
     CHUNK_WORDS,
+    SEGMENT_BORDER,
     SEGMENT_CHUNKS,
     SEGMENT_FIRST_SLOT,
     SEGMENT_FIRST_TOKEN,
@@ -25,11 +34,13 @@ from ._sm90 import (
     SEGMENT_SEQUENCE,
     SEGMENT_TOKENS,
     SEGMENT_WORDS,
+    WARP,
     WARPGROUP,
 )
 
 THREADS = WARPGROUP
 ZERO_BLOCKS = 128  # about one an SM
+WHOLE, LATER, EARLIER = range(3)  # ranges of chunks: all, from the border on, before it
 
 
 @T.macro
@@ -47,15 +58,27 @@ def write_chunks(chunks, sequence, first, length, first_slot, lowest_slot, next_
 
 
 @T.macro
-def write_segments(segments, sequence, first, length, first_slot, lowest_place, next_place, segment_chunks, thread):
+def write_segments(
+    segments,
+    sequence,
+    first,
+    length,
+    first_slot,
+    first_place,
+    lowest_place,
+    next_place,
+    segment_chunks,
+    is_here,
+    border,
+    thread,
+):
     """Records of the segment slots from `lowest_place` on; those that no segment of the sequence fills get index -1."""
-    first_place, index = T.alloc_var("int32"), T.alloc_var("int32")
-    first_place = T.truncdiv(first, segment_chunks * CHUNK) + sequence
+    index = T.alloc_var("int32")
     for turn in T.serial(T.truncdiv(next_place - lowest_place + THREADS - 1, THREADS)):
         place = lowest_place + turn * THREADS + thread
         if place < next_place:
             index = place - first_place
-            if T.And(index > 0, index * segment_chunks * CHUNK >= length):
+            if T.Or(is_here == 0, T.And(index > 0, index * segment_chunks * CHUNK >= length)):
                 index = -1
             segments[place, SEGMENT_FIRST_TOKEN] = first
             segments[place, SEGMENT_TOKENS] = length
@@ -63,6 +86,22 @@ def write_segments(segments, sequence, first, length, first_slot, lowest_place, 
             segments[place, SEGMENT_CHUNKS] = T.truncdiv(length + CHUNK - 1, CHUNK)
             segments[place, SEGMENT_SEQUENCE] = sequence
             segments[place, SEGMENT_INDEX] = T.max(index, -1)
+            segments[place, SEGMENT_BORDER] = border
+
+
+@T.macro
+def find_border(found, cu_words, words_per_entry, dense_length, sequences, tokens, border, lane):
+    """found[...] <- the sequence with slot `border`, its first token and its end; found[3] <- the first token of that slot.
+
+    Behind the sequence's last chunk that is its end, and before the first sequence's first chunk its first token.
+    """
+    end, slot = T.alloc_var("int32"), T.alloc_var("int32")  # a macro renames what it is given bare
+    slot = border
+    find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, CHUNK, 1, lane)
+    end = T.max(found[1], found[2])
+    found[2] = end
+    found[3] = found[1] + CHUNK * (border - T.truncdiv(found[1], CHUNK) - found[0])
+    found[3] = T.max(found[1], T.min(found[3], end))
 
 
 @T.macro
@@ -99,30 +138,53 @@ def build_backward_plan():
         dense_length: T.int32,
         sequences: T.int32,
         segment_chunks: T.int32,
+        chunk_range: T.int32,
+        border: T.int32,
+        base: T.int32,
     ):
         with T.Kernel(sequences + ZERO_BLOCKS, threads=THREADS) as block:
             thread = T.get_thread_binding()
             first, length, end = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             first_slot, lowest_slot, next_slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            lowest_place, next_place = T.alloc_var("int32"), T.alloc_var("int32")
+            first_place, lowest_place, next_place = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            is_here, beyond = T.alloc_var("int32"), T.alloc_var("int32")
+            found = T.alloc_local((4,), "int32")
             if block < sequences:
                 first = offset(cu_words, block, words_per_entry, dense_length)
-                length = T.max(0, offset(cu_words, block + 1, words_per_entry, dense_length) - first)
-                first_slot = T.truncdiv(first, CHUNK) + block
-                lowest_slot = T.Select(block == 0, 0, first_slot)
-                next_slot = T.truncdiv(first + length, CHUNK) + block + 1
+                end = T.max(first, offset(cu_words, block + 1, words_per_entry, dense_length))
+                is_here, beyond = 1, BORDER_NONE
+                if chunk_range != WHOLE:
+                    find_border(
+                        found, cu_words, words_per_entry, dense_length, sequences, tokens, border, thread % WARP
+                    )  # fmt: skip
+                    if chunk_range == LATER:
+                        is_here = T.cast(T.Or(end > found[3], first >= found[3]), "int32")
+                        is_here = T.Select(block < found[0], 0, is_here)
+                        beyond = T.Select(first < found[3], BORDER_BEFORE, BORDER_NONE)
+                        first, end = T.max(first, found[3]), T.max(end, found[3])
+                    else:
+                        is_here = T.Select(block > found[0], 0, T.cast(first < found[3], "int32"))
+                        is_here = T.Select(block < found[0], 1, is_here)
+                        beyond = T.Select(end > found[3], BORDER_BEHIND, BORDER_NONE)
+                        first, end = T.min(first, found[3]), T.min(end, found[3])
+                length = end - first
+                first_slot = T.truncdiv(first, CHUNK) + block - T.Select(chunk_range == LATER, border, 0)
+                lowest_slot = T.Select(block == 0, 0, T.max(0, first_slot))
+                next_slot = T.min(first_slot - T.truncdiv(first, CHUNK) + T.truncdiv(end, CHUNK) + 1, chunk_slots)
                 if block == sequences - 1:
                     next_slot = chunk_slots
                 write_chunks(chunks, block, first, length, first_slot, lowest_slot, next_slot, thread)
                 step = segment_chunks * CHUNK
-                lowest_place = T.Select(block == 0, 0, T.truncdiv(first, step) + block)
-                next_place = T.truncdiv(first + length, step) + block + 1
+                first_place = T.truncdiv(T.max(0, first - base), step) + block
+                lowest_place = T.Select(block == 0, 0, first_place)
+                next_place = T.min(T.truncdiv(T.max(0, end - base), step) + block + 1, segment_slots)
                 if block == sequences - 1:
                     next_place = segment_slots
                 write_segments(
-                    segments, block, first, length, first_slot, lowest_place, next_place, segment_chunks, thread
-                )
-            else:
+                    segments, block, first, length, first_slot, first_place, lowest_place, next_place, segment_chunks,
+                    is_here, beyond, thread,
+                )  # fmt: skip
+            elif chunk_range != EARLIER:
                 part = block - sequences
                 for side in T.serial(2):
                     first = T.if_then_else(side == 0, 0, offset(cu_words, sequences, words_per_entry, dense_length))

@@ -20,9 +20,10 @@ its writes comes in float32 from the second warpgroup, a chunk ahead; that one a
 registers; and the fences between its stores and TMA are those of the storers, behind the barrier that they wait for.
 
 Reads        q k [T, H, 128] · v dout [T, HV, 128] · solve [slots, HV, 96, 32] · row_scales pair_scales bound of
-             `backward_rows.py` · segments [segment_slots, 6] · initial state and gradient of the final state f32
+             `backward_rows.py` · segments [segment_slots, 7] · initial state and gradient of the final state f32, or those at
+             a border, [HV, V, K], of the sequence that goes on in another range of chunks
 Writes       errors [slots, HV, 2, C, 64] · states dstates [slots, HV, 2, 64, 128], transposed · dv [T, HV, 128] ·
-             gradient of the initial state f32
+             gradient of the initial state f32, or of that at a border
 In between   segment_states f32, transitions in two 16-bit parts, plain and turned, with the squared norms of their rows,
              whether a segment forgets
 
@@ -136,6 +137,8 @@ def build_backward_scan(dtype):
         dstates: T.Tensor((chunk_slots, value_heads, HALVES, VALUE_TILE, HEAD_DIM), dtype),
         dv: T.Tensor((tokens, value_heads, HEAD_DIM), dtype),
         dinitial: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
+        border_state: T.Tensor((value_heads, HEAD_DIM * HEAD_DIM), "float32"),
+        border_gradient: T.Tensor((value_heads, HEAD_DIM * HEAD_DIM), "float32"),
         has_initial: T.int32,
         has_dfinal: T.int32,
         write_dinitial: T.int32,
@@ -198,8 +201,8 @@ def build_backward_scan(dtype):
                 if direction == FORWARD:
                     base = own - (t.item[ITEM_LINKS] + 1) * value_heads
                     load_state(
-                        ahead.S, t.item[ITEM_START], matrix, base, FORWARD, half, initial, segment_states, value_stride,
-                        key_stride,
+                        ahead.S, t.item[ITEM_START], matrix, t.item[ITEM_HEAD], base, FORWARD, half, initial,
+                        border_state, segment_states, value_stride, key_stride,
                     )  # fmt: skip
                     follow_links(
                         thread, dtype, t, b, ahead, t.item[ITEM_LINKS], base, -1, value_heads, FORWARD,
@@ -212,8 +215,8 @@ def build_backward_scan(dtype):
                     lead[0] = 1.0
                     base = own + (t.item[ITEM_LINKS] + 1) * value_heads
                     load_state(
-                        back.S, t.item[ITEM_START], matrix, base, REVERSE, half, dfinal, segment_states, value_stride,
-                        key_stride,
+                        back.S, t.item[ITEM_START], matrix, t.item[ITEM_HEAD], base, REVERSE, half, dfinal,
+                        border_gradient, segment_states, value_stride, key_stride,
                     )  # fmt: skip
                     follow_links(
                         thread, dtype, t, b, back, t.item[ITEM_LINKS], base, 1, value_heads, REVERSE,
@@ -222,7 +225,8 @@ def build_backward_scan(dtype):
                     carry_gradient(thread, dtype, t, b, back, item, lead)
                     store_segment(back.S, t.item[ITEM_END], own, REVERSE, half, segment_states, lead[0])
                     store_gradient(
-                        back.S, t.item[ITEM_END], matrix, half, dinitial, lead[0], value_stride, key_stride
+                        back.S, t.item[ITEM_END], matrix, t.item[ITEM_HEAD], half, dinitial, border_gradient, lead[0],
+                        value_stride, key_stride,
                     )  # fmt: skip
             elif thread < MOVERS:
                 T.set_max_nreg(BACKWARD_SCAN.reads.registers, 1)

@@ -21,7 +21,8 @@ the segment's transition), and that links may come before the chunks: S <- trans
 come first in the grid and wait for no other, so that those behind may wait for them.
 
 Reads        q k [T, H, 128] · v [T, HV, 128] · operand decay key_norm bound of `factor.py` · cu_seqlens · initial state f32
-Writes       o [T, HV, 128], every row of the sequence · final state f32
+Writes       o [T, HV, 128], every row of the sequence · final state f32 · for training the state before the chunk of one slot,
+             [HV, V, K] f32, by the block that has the outputs of the chunk before
 In between   states [V, K] f32, transitions in two 16-bit parts with the squared norms of their rows, flags `ready`, of
              segments behind which their sequence goes on
 
@@ -93,11 +94,12 @@ PROTOCOL = RECURRENCE_PROTOCOL
 MOVERS = STATE_THREADS + WARPGROUP  # first thread of the loaders and storers
 
 
-def build_recurrence(dtype, of_long=False):
+def build_recurrence(dtype, form="outputs"):
     """The prim_func for q, k, v of `dtype`; arguments in README.md.
 
     Args:
-        of_long: a kernel for what `short.py` leaves, the sequences of more than LONG tokens, in one piece each.
+        form: "long" is for what `short.py` leaves, the sequences of more than LONG tokens, in one piece each; "kept" also
+            stores the state before one chunk, for a backward in two ranges. The others do not look at `kept` and `border`.
     """
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     chunk_slots, words = T.dynamic("chunk_slots"), T.dynamic("words")
@@ -121,6 +123,7 @@ def build_recurrence(dtype, of_long=False):
         reach: T.Tensor((links, HEAD_DIM), "float32"),
         o: T.Tensor((tokens, value_heads, HEAD_DIM), dtype),
         final: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
+        kept: T.Tensor((value_heads, HEAD_DIM * HEAD_DIM), "float32"),
         scale: T.float32,
         use_l2norm: T.int32,
         has_initial: T.int32,
@@ -131,6 +134,7 @@ def build_recurrence(dtype, of_long=False):
         sequences: T.int32,
         segment_chunks: T.int32,
         replay: T.int32,
+        border: T.int32,
         first_block: T.int32,
         blocks: T.int32,
     ):
@@ -150,7 +154,7 @@ def build_recurrence(dtype, of_long=False):
                 makers = 2 * rows
                 makes_states = T.cast(block < makers, "int32")
                 place = T.truncdiv(T.Select(makes_states != 0, block, block - makers), value_heads)
-                if of_long:
+                if form == "long":
                     describe_long(
                         item,
                         place,
@@ -202,7 +206,9 @@ def build_recurrence(dtype, of_long=False):
                 base = t.item[ITEM_OWN] - (t.item[ITEM_LINKS] + 1) * value_heads
                 load_state(state.S, t.item[ITEM_START], matrix, base, initial, states, value_stride, key_stride)
                 follow_links(thread, dtype, t, b, state, t.item[ITEM_LINKS], base, value_heads, states)
-                keep_state(thread, dtype, t, b, state, item[ITEM_CHUNKS], item[ITEM_SILENT])
+                keep_state(
+                    thread, dtype, t, b, state, item[ITEM_CHUNKS], item[ITEM_SILENT], form == "kept", kept, border
+                )  # fmt: skip
                 store_state(
                     thread,
                     dtype,

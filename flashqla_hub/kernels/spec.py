@@ -57,7 +57,7 @@ class RecurrenceSpec:
     """Outputs and states of one value head of a part of one sequence per block."""
 
     dtype: str
-    of_long: bool = False  # the form for long sequences among many short ones
+    form: str = "outputs"  # or "long", for long sequences among many short ones, or "kept", for training
     # One program for both state warpgroups: 8 + 4 + 4 + 8 wgmma (K S, A Z, state, Q S) and P N's 4 in either mode; 8 more
     # are Q K^T. Replayed chunks have 8 + 4 + 4 of their own, and a link 6 of depth 64. The tiles of V and O go through
     # transposing matrix loads and stores, four a slot.
@@ -68,12 +68,12 @@ class RecurrenceSpec:
 
     @property
     def name(self) -> str:
-        return f"recurrence_{'long_' if self.of_long else ''}{self.dtype}"
+        return f"recurrence_{self.dtype}" if self.form == "outputs" else f"recurrence_{self.form}_{self.dtype}"
 
     def build(self) -> Any:
         from .recurrence import build_recurrence
 
-        return build_recurrence(DTYPES[self.dtype], self.of_long)
+        return build_recurrence(DTYPES[self.dtype], self.form)
 
 
 @dataclass(frozen=True)
@@ -417,7 +417,8 @@ SPECS = (
     FactorSpec("fp16", "errors"),
     *(RecurrenceSpec(dtype) for dtype in DTYPES),
     *(ShortSpec(dtype) for dtype in DTYPES),
-    *(RecurrenceSpec(dtype, of_long=True) for dtype in DTYPES),
+    *(RecurrenceSpec(dtype, "long") for dtype in DTYPES),
+    RecurrenceSpec("bf16", "kept"),
     BackwardPlanSpec(),
     *(BackwardRowsSpec(dtype) for dtype in DTYPES),
     *(BackwardScanSpec(dtype) for dtype in DTYPES),

@@ -109,10 +109,11 @@ def compiled_backward(part, compiled, monkeypatch) -> list[dict]:
         output_dinitial,
         segment,
         kept,
+        border,
     ):
         calls.append(
             {"q": q, "k": k, "v": v, "do": do, "dht": dht, "initial_state": initial_state, "segment_chunks": segment}
-            | {"kept": kept}
+            | {"kept": kept, "border": border}
         )
         assert not state_v_first and output_dinitial == (initial_state is not None)
         *grads, dh0 = gated_delta_rule_backward(
@@ -164,7 +165,7 @@ def kept(part, compiled_backward, monkeypatch) -> list[torch.Tensor]:
     path, tensors = part("gated_delta_rule.sm90_path"), []
     plain = path.ops.sm90_gated_delta_rule_fwd
 
-    def stand_in(q, k, v, g, beta, initial_state, cu_seqlens, *options):
+    def stand_in(q, k, v, g, beta, initial_state, cu_seqlens, *options, border):
         tensors.append(torch.full(path.residual_shape(q, v, cu_seqlens), float(len(tensors) + 1), dtype=q.dtype))
         return *plain(q, k, v, g, beta, initial_state, cu_seqlens, *options), tensors[-1]
 

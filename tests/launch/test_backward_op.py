@@ -36,6 +36,7 @@ class Call:
     output_dinitial: bool = True
     segment_chunks: int = 0
     is_kept: bool = True  # what the forward keeps in bfloat16
+    border: int = 0
 
 
 def make_arguments(call: Call) -> list[Any]:
@@ -49,7 +50,8 @@ def make_arguments(call: Call) -> list[Any]:
 
     operand = None
     if call.is_kept and call.dtype == "bfloat16":
-        operand = torch.zeros(call.batch * call.tokens // 64 + sequences, HV, 96, 32, dtype=dtype)
+        rows = call.batch * call.tokens // 64 + sequences + (11 if call.border > 0 else 0)
+        operand = torch.zeros(rows, HV, 96, 32, dtype=dtype)
     return [
         projection[:, :, 0],
         projection[:, :, 1],
@@ -66,6 +68,7 @@ def make_arguments(call: Call) -> list[Any]:
         call.output_dinitial,
         call.segment_chunks,
         operand,
+        call.border,
     ]
 
 
@@ -182,6 +185,9 @@ def test_plan_reads_offsets_and_clears_every_gradient(product_process):
         "dense_length": -1,
         "sequences": 3,
         "segment_chunks": 5,
+        "chunk_range": 0,
+        "border": 0,
+        "base": 0,
     }
     assert_arguments(plan, expected)
     assert 0 not in (expected["chunks"], expected["segments"])
@@ -280,6 +286,8 @@ def test_scan_gets_everything(product_process):
         "initial": addresses["initial"],
         "dfinal": addresses["dfinal"],
         "dinitial": addresses["dinitial"],
+        "border_state": rows.arguments["row_scales"],  # any valid address
+        "border_gradient": rows.arguments["row_scales"],
         "chunk_slots": SLOTS,
         "segment_slots": 3,
         "rows": 1,
@@ -312,6 +320,65 @@ def test_states_of_segments_are_made_by_a_launch_of_their_own(product_process):
     assert (rows["has_cuts"], makers["makes_states"], outputs["makes_states"]) == (1, 1, 0)
     assert makers["has_links"] == outputs["has_links"] == 1
     assert {name for name in makers if makers[name] != outputs[name]} == {"blocks", "makes_states"}
+
+
+# Sequences of 100, 0 and 200 tokens have slots from 0, 2 and 3 on, of 7; chunks in the slots from 4 on have no token below 128.
+IN_TWO = replace(PACKED, border=4)
+
+
+def test_two_ranges_are_the_same_kernels_twice_from_the_later_one_on(product_process):
+    found, _, _ = product_process.run(run, IN_TWO)
+    names = ("plan", "rows_bf16", "scan_bf16", "gradients_bf16")
+    assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names] * 2
+    later, earlier = found[:4], found[4:]
+    ranges = [
+        [launch.arguments[name] for name in ("chunk_range", "border", "base")] for launch in (later[0], earlier[0])
+    ]
+    assert ranges == [[1, 4, 128], [2, 4, 0]]
+    assert [launch.grid[0] for launch in later] == [3 + 128, 3 * H, 3 * HV * 2 * 2, 132]
+    assert [launch.grid[0] for launch in earlier] == [3 + 128, 4 * H, 3 * HV * 2 * 2, 132]
+    assert [launch.arguments["segment_chunks"] for launch in (later[0], later[2])] == [(300 - 128) // 64 + 1] * 2
+    assert [launch.arguments["segment_chunks"] for launch in (earlier[0], earlier[2])] == [64 * 4 // 64 + 1] * 2
+
+
+def test_ranges_share_scratch_results_and_the_state_between_them(product_process):
+    found, addresses, _ = product_process.run(run, IN_TWO)
+    counted = {"blocks", "segment_chunks", "chunk_range", "base", "chunk_slots"}
+    for later, earlier in zip(found[:4], found[4:], strict=True):
+        for name in later.arguments.keys() - counted:
+            one, other = later.arguments[name], earlier.arguments[name]
+            if isinstance(one, TensorMap) and name != "solve_desc":
+                assert (one.address, one.box) == (other.address, other.box), name
+                assert one.dims == other.dims or (one.dims[-1], other.dims[-1]) == (3, 4), name
+            elif name != "solve_desc":
+                assert one == other, name
+    for scan, slot, slots in ((found[2], 4, 3), (found[6], 0, 4)):
+        assert scan.arguments["solve_desc"].address == addresses["operand"] + slot * HV * 96 * 32 * 2
+        assert scan.arguments["solve_desc"].dims == (32, 96, HV, slots)
+        assert scan.arguments["border_state"] == addresses["operand"] + SLOTS * HV * 96 * 32 * 2
+        assert scan.arguments["border_gradient"] not in (0, scan.arguments["border_state"])
+
+
+def test_segments_of_two_ranges_have_places_for_the_longer_one(product_process):
+    found, _, _ = product_process.run(run, replace(IN_TWO, segment_chunks=1))
+    names = ("plan", "rows_bf16", "scan_bf16", "scan_bf16", "gradients_bf16")
+    assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names] * 2
+    places = [(300 - 128) // 64 + 3, 256 // 64 + 3]
+    assert [found[i].grid[0] for i in (2, 3)] == [places[0] * HV * 2 * makers for makers in (3, 2)]
+    assert [found[i].grid[0] for i in (7, 8)] == [places[1] * HV * 2 * makers for makers in (3, 2)]
+
+
+@pytest.mark.parametrize("border", [-1, SLOTS])
+def test_a_border_outside_the_slots_is_refused(product_process, border):
+    with pytest.raises(
+        RuntimeError, match=f"border is {border} and must be one of the 7 slots of chunks but the first"
+    ):
+        product_process.run(run, replace(PACKED, border=border))
+
+
+def test_a_border_without_what_the_forward_keeps_is_refused(product_process):
+    with pytest.raises(RuntimeError, match="border is 4 and operand is missing, which has the state there"):
+        product_process.run(run, replace(IN_TWO, is_kept=False))
 
 
 def test_a_segment_as_long_as_all_tokens_is_no_cut(product_process):

@@ -35,6 +35,7 @@ class Call:
     output_final_state: bool = True
     segment_chunks: int = 0
     op: str = "sm90_gated_delta_rule_fwd"
+    border: int = 0  # of the op that keeps what the backward can use
 
 
 def make_arguments(call: Call) -> list[Any]:
@@ -58,6 +59,7 @@ def make_arguments(call: Call) -> list[Any]:
         call.state_v_first,
         call.output_final_state,
         call.segment_chunks,
+        *([call.border] if call.op == KEPT else []),
     ]
 
 
@@ -127,6 +129,39 @@ def test_what_the_backward_can_use_is_a_result_of_its_own(product_process):
         assert factor[name] == plain.arguments[name]
     with pytest.raises(RuntimeError, match="q is not bfloat16, in which alone the SM90 backward uses the operand"):
         product_process.run(run, replace(PACKED, op=KEPT, dtype="float16"))
+
+
+def test_the_state_at_a_border_is_behind_what_the_backward_can_use(product_process):
+    found, addresses, described = product_process.run(run, replace(PACKED, op=KEPT, border=4))
+    assert [launch.kernel for launch in found] == ["factor_kept_bf16_kernel", "recurrence_kept_bf16_kernel"]
+    assert described[2] == ((SLOTS + 11, HV, 96, 32), "torch.bfloat16")
+    factor, recurrence = (launch.arguments for launch in found)
+    assert factor["operand"] == addresses["operand"]
+    assert recurrence["operand_desc"].dims == (32, 96, HV, SLOTS)
+    assert recurrence["kept"] == addresses["operand"] + SLOTS * HV * 96 * 32 * 2
+    assert recurrence["border"] == 4
+    [_, plain], _, _ = product_process.run(run, PACKED)
+    assert recurrence.keys() - plain.arguments.keys() == {"kept", "border"}
+    addresses_apart = {
+        name for name, value in plain.arguments.items() if isinstance(value, (int, float)) and value < 2**31
+    }
+    assert all(recurrence[name] == plain.arguments[name] for name in addresses_apart)
+
+
+def test_many_short_sequences_keep_a_state_by_the_kernel_for_long_ones(product_process):
+    short = Call(tokens=64 * 400, batch=1, offsets=tuple(range(0, 64 * 400 + 1, 64)), op=KEPT)
+    found, _, _ = product_process.run(run, short)
+    assert found[1].kernel == "short_bf16_kernel"
+    found, _, _ = product_process.run(run, replace(short, border=7))
+    assert [launch.kernel for launch in found[1:]] == ["recurrence_kept_bf16_kernel"]
+
+
+@pytest.mark.parametrize("border", [-1, SLOTS])
+def test_a_border_outside_the_slots_is_refused(product_process, border):
+    with pytest.raises(
+        RuntimeError, match=f"border is {border} and must be one of the 7 slots of chunks but the first"
+    ):
+        product_process.run(run, replace(PACKED, op=KEPT, border=border))
 
 
 def test_whole_rounds_of_blocks_have_launches_of_their_own(product_process):

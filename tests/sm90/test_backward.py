@@ -96,6 +96,60 @@ def test_checkpointing_changes_no_bit(kernel, reentrant):
     assert_same([leaf.grad for leaf in leaves], expected)
 
 
+@pytest.fixture
+def in_two_ranges(part, monkeypatch):
+    """Every backward in bfloat16 takes its chunks in two ranges, as only large ones do otherwise."""
+    monkeypatch.setattr(part("gated_delta_rule.plan"), "STATES_AT_ONCE", 0)
+
+
+def test_gradients_in_two_ranges_agree_with_those_in_one(kernel, part, monkeypatch):
+    problem = problem_with_states()
+    expected = gradients(kernel, problem)
+    monkeypatch.setattr(part("gated_delta_rule.plan"), "STATES_AT_ONCE", 0)
+    found = gradients(kernel, problem)
+    assert any(not torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)), "there is a border"
+    for name, ours, theirs in zip(LEAVES, found, expected, strict=True):
+        ceiling = CEILING["dh0" if name == "initial_state" else f"d{name}"]
+        assert ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item() <= ceiling, name
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_in_two_ranges_changes_no_bit(kernel, in_two_ranges, reentrant):
+    test_checkpointing_changes_no_bit(kernel, reentrant)
+
+
+def test_two_ranges_compile_to_one_graph(kernel, in_two_ranges):
+    test_compiles_to_one_graph_with_its_backward(kernel)
+
+
+def test_two_ranges_are_captured_in_a_graph(kernel, in_two_ranges):
+    test_a_training_step_is_captured_in_a_graph(kernel)
+
+
+def test_two_ranges_of_a_long_call_spare_half_of_the_states(kernel, part, monkeypatch):
+    """(16, 32) 1 x 32768: states and their gradients of 512 chunks are 1,074 MB, and of half of them half."""
+    plan, heads = part("gated_delta_rule.plan"), 32
+    tokens, device = 32768, "cuda"
+    leaves = [torch.randn(1, tokens, n, 128, device=device).bfloat16() for n in (16, 16, heads)]
+    leaves += [-torch.rand(1, tokens, heads, device=device), torch.rand(1, tokens, heads, device=device)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+
+    def peak():
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        o, _ = kernel.chunk_gated_delta_rule(*leaves, use_qk_l2norm_in_kernel=True)
+        torch.autograd.grad(o, leaves, torch.ones_like(o))
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    in_two = peak()
+    monkeypatch.setattr(plan, "STATES_AT_ONCE", 2**62)
+    in_one = peak()
+    print(f"{in_two / 1e6:.0f} MB in two ranges, {in_one / 1e6:.0f} MB in one")
+    assert in_two + tokens // 64 // 2 * heads * plan.STATES_OF_CHUNK <= in_one + heads * 128 * 128 * 8
+
+
 def test_autocast_changes_no_bit(kernel):
     problem = problem_with_states()
     expected = gradients(kernel, problem)

@@ -70,21 +70,24 @@ def make_gradients(call: Call, seed=1) -> Gradients:
     return Gradients(torch.randn(*v.shape, generator=generator).to(v.dtype).cuda(), dht.cuda())
 
 
-def kept_by_forward(case, call):
-    """What the forward of the call leaves to its backward."""
+def kept_by_forward(case, call, border=0):
+    """What the forward of the call leaves to its backward, with the state before the chunk in slot `border`."""
     if case.dtype != torch.bfloat16:
         return None
     forward = load_ops(LIBRARY).sm90_gated_delta_rule_fwd_kept
     options = (case.scale, case.l2norm, case.v_first, False, case.segment)
-    return forward(*call.inputs, call.initial, call.cu_seqlens, *options)[2]
+    return forward(*call.inputs, call.initial, call.cu_seqlens, *options, border)[2]
 
 
-def run(backward, case, call, grads, is_kept=True):
-    """All gradients; freed memory is full of NaN first, so that what is left unwritten shows."""
+def run(backward, case, call, grads, is_kept=True, border=0):
+    """All gradients; freed memory is full of NaN first, so that what is left unwritten shows.
+
+    border: the first slot of the later of two ranges of chunks that are worked on one after the other, or 0.
+    """
     poison = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(64)]
     del poison
     v_first = case.v_first
-    operand = kept_by_forward(case, call) if is_kept else None
+    operand = kept_by_forward(case, call, border) if is_kept else None
     initial, dht = call.initial, grads.dht.mT.contiguous() if v_first and grads.dht is not None else grads.dht
     *rest, dh0 = backward(
         *call.inputs,
@@ -98,6 +101,7 @@ def run(backward, case, call, grads, is_kept=True):
         True,
         case.segment,
         operand,
+        border,
     )
     return (*rest, dh0.mT if v_first else dh0)
 
@@ -235,6 +239,124 @@ def test_tokens_of_beta_zero_have_gradients_too(backward):
     results = run(backward, case, call, grads)
     judge(case, call, grads, results)
     assert results[4][:, ::3].abs().min() > 0 and not results[2][:, ::3].any()
+
+
+def slots_of(call):
+    """Slots of chunks, used and unused."""
+    return call.inputs[0].shape[0] * call.inputs[0].shape[1] // 64 + len(call.spans)
+
+
+def place_of(call, border):
+    """First token of the later range, and the end of the sequence that the border cuts, or that token again if none is cut."""
+    for n, (start, end) in reversed(list(enumerate(call.spans))):
+        first = start // 64 + n
+        if first <= border:
+            token = min(start + 64 * (border - first), end)
+            return token, end if token > start else token
+    return call.spans[0][0], call.spans[0][0]
+
+
+UNCUT = 1 << 25
+BORDERS = Case(
+    "borders", lengths=(0, 65, 700, 1, 64, 0, 171, 448, 0), heads=(2, 6), gates="slow", l2norm=True, unused=70
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        BORDERS,
+        dataclasses.replace(BORDERS, initial=None),
+        dataclasses.replace(BORDERS, gates="trained", heads=(2, 2), v_first=True, offsets=torch.int64),
+        Case("one", tokens=520, heads=(1, 4), gates="none"),
+        Case("dense", tokens=200, batch=3, gates="infinite-among-mild", initial=torch.bfloat16),
+    ],
+    ids=["packed", "from-zero", "turned", "one", "dense"],
+)
+@pytest.mark.parametrize("has_dht", [True, False])
+def test_chunks_in_two_ranges_give_what_they_give_in_one(backward, case, has_dht):
+    """To the bit, but for what depends on the state before the border, which comes from the forward and its roundings."""
+    case = dataclasses.replace(case, segment=UNCUT)
+    call = make_call(case)
+    grads = make_gradients(call)
+    grads = grads if has_dht else dataclasses.replace(grads, dht=None)
+    whole = run(backward, case, call, grads)
+    for border in range(1, slots_of(call)):
+        first, end = place_of(call, border)
+        parts = run(backward, case, call, grads, border=border)
+        for name, one, other in zip(NAMES, whole, parts, strict=True):
+            assert torch.isfinite(other).all(), (border, name)
+            if name in ("dv", "dh0"):
+                assert torch.equal(one, other), (border, name)
+                continue
+            one, other = one.flatten(0, 1), other.flatten(0, 1)
+            for rows in (slice(0, first), slice(end, None)):
+                assert torch.equal(one[rows], other[rows]), (border, name)
+            if one[first:end].any():
+                assert relative([other[first:end]], [one[first:end].double()]) <= LIMITS[name], (border, name)
+
+
+def cases_with_borders():
+    for border in (2, 5, 9, 14):
+        yield dataclasses.replace(BORDERS, id=f"packed-{border}"), border
+        yield dataclasses.replace(BORDERS, id=f"links-{border}", gates="none", segment=2), border
+        yield dataclasses.replace(BORDERS, id=f"replays-{border}", gates="one", segment=1, v_first=True), border
+    for heads in ((1, 1), (2, 4), (1, 3), (2, 8)):
+        yield Case(f"one-HV{heads[1]}-of-H{heads[0]}", tokens=530, heads=heads, gates="mild"), 4
+    yield Case("dense", tokens=300, batch=3, gates="slow", initial=None), 8
+    yield Case("strided", tokens=300, batch=2, strided=True, l2norm=True), 6
+
+
+@pytest.mark.parametrize(("case", "border"), cases_with_borders(), ids=lambda x: getattr(x, "id", None))
+def test_gradients_in_two_ranges_match_the_recurrence(backward, case, border):
+    call = make_call(case)
+    grads = make_gradients(call)
+    results = run(backward, case, call, grads, border=border)
+    assert all(torch.isfinite(result).all() for result in results)
+
+    def redraw(seed):
+        call = make_call(case, seed)
+        grads = make_gradients(call, seed + 1)
+        return call, grads, run(backward, case, call, grads, border=border)
+
+    judge(case, call, grads, results, redraw)
+
+
+@pytest.mark.parametrize("segment", [0, 1])
+def test_one_graph_of_two_ranges_serves_other_lengths(backward, segment):
+    case = Case("graph", lengths=(400, 163, 0, 137), l2norm=True, segment=segment)
+    call = make_call(case)
+    grads = make_gradients(call)
+    border = slots_of(call) // 2
+    forward = load_ops(LIBRARY).sm90_gated_delta_rule_fwd_kept
+
+    def both():
+        inputs = (*call.inputs, call.initial, call.cu_seqlens)
+        operand = forward(*inputs, case.scale, True, False, False, segment, border)[2]
+        return backward(*inputs, grads.do, grads.dht, case.scale, True, False, True, segment, operand, border)
+
+    both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for lengths in ((700, 0, 0, 0), (0, 0, 0, 700), (64, 65, 63, 508), (400, 163, 0, 137)):
+        call.cu_seqlens.copy_(torch.tensor([0, *lengths]).cumsum(0))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(one, other) for one, other in zip(captured, both(), strict=True))
+
+
+@pytest.mark.parametrize("gates", ["mild", "none"])
+def test_two_ranges_repeat_bit_for_bit(backward, gates):
+    case = Case("repeat", heads=(16, 64), lengths=(1000, 1, 999, 2048), gates=gates, l2norm=True)
+    call = make_call(case)
+    grads = make_gradients(call)
+    border = slots_of(call) // 2
+    results = run(backward, case, call, grads, border=border)
+    for _ in range(10):
+        again = run(backward, case, call, grads, border=border)
+        assert all(torch.equal(one, other) for one, other in zip(results, again, strict=True))
 
 
 @pytest.mark.parametrize("gates", ["none", "mild", "thirty", "infinite-among-mild"])

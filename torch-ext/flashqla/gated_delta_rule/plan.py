@@ -8,10 +8,27 @@ CHUNK_SIZES = (16, 32, 64)
 # the library choose by lengths and head counts, and the last is longer than any sequence.
 PLANS = {"auto": 0, "invariant": 64, "off": 2**25}
 
+# The SM90 backward has a state before and the gradient of one behind each chunk of 64 tokens, 64 KB a value head in 16 bits.
+# Where they would take more than this, it works on the chunks in two ranges, one after the other in the same memory.
+STATES_AT_ONCE = 768 * 2**20
+STATES_OF_CHUNK = 2 * 128 * 128 * 2
+
 # Chunk-heads that the PyTorch path works on at a time. One chunk-head of 64 tokens and K = V = 128 needs about 0.9 MB of
 # float32 intermediates in the backward, so a slab stays below 0.5 GB and the working memory of a call does not grow with
 # its length. Smaller slabs are a little faster, but keep more states for the backward of many heads.
 SLAB_CHUNK_HEADS = 512
+
+
+def border_slot(num_tokens: int, num_sequences: int, num_v_heads: int) -> int:
+    """The first slot of chunks of the later range of an SM90 backward, or 0 for one range.
+
+    Slots are those of the kernels, num_tokens // 64 + num_sequences. The forward has to keep the state there; that of many
+    short sequences cannot, and is not asked to.
+    """
+    slots = num_tokens // 64 + num_sequences
+    if slots * num_v_heads * STATES_OF_CHUNK <= STATES_AT_ONCE or num_tokens <= 64 * num_sequences:
+        return 0
+    return slots // 2
 
 
 def chunk_length(num_tokens: int, chunk_size: int) -> int:

@@ -1,6 +1,9 @@
 // sm90_gated_delta_rule_bwd: gradients of the gated delta rule on the kernels of flashqla_hub/kernels (see its README for
 // their arguments). Of the forward it takes the inputs and, in bfloat16, the operand of each chunk, which it makes itself
 // where it is missing; states are computed again, chunk by chunk.
+//
+// With a border the same kernels run twice on the same scratch: for the chunks from slot `border` on, from the state that the
+// forward has kept of it, and then for those before, with the gradient of that state.
 #include "../generated/launchers.h"
 #include "../runtime/registration.h"
 #include "../runtime/tensor.h"
@@ -13,12 +16,22 @@ namespace {
 constexpr const char* OP = "the SM90 backward";
 constexpr int64_t CHUNK = 64;
 constexpr int64_t VALUE_TILE = 64, HALVES = STATE_DIM / VALUE_TILE;  // value columns of a block of the scan
-constexpr int64_t CHUNK_WORDS = 4, SEGMENT_WORDS = 6;                // int32 words of a row of `chunks` and of `segments`
+constexpr int64_t CHUNK_WORDS = 4, SEGMENT_WORDS = 7;                // int32 words of a row of `chunks` and of `segments`
 constexpr int64_t ROW_VECTORS = 9, PAIR_VECTORS = 3, NORM_VECTORS = 2;  // float32 numbers of a token and head
 constexpr int64_t DIRECTIONS = 2;  // states from the first chunk on, their gradients from the last
 constexpr int64_t MAKERS = 3;      // of a segment's state, its transition and the gradient of its state
 constexpr int64_t TRANSITION_PARTS = 4;
 constexpr int32_t NO_DENSE_LENGTH = -1;
+
+// Chunks that are worked on together: those of some slots, which the kernels count from the first of them on.
+struct Range {
+  enum Kind : int32_t { WHOLE, LATER, EARLIER };  // as in flashqla_hub/kernels/backward_plan.py
+  Kind kind;
+  int64_t first_slot;
+  int64_t slots;
+  int64_t first_token;  // or an earlier one
+  SegmentPlan segments;
+};
 
 struct Sizes {
   int64_t tokens;     // T, over the whole batch
@@ -27,7 +40,8 @@ struct Sizes {
   int64_t sequences;  // N
   int64_t slots;
   int32_t dense_length;  // tokens of each sequence, or NO_DENSE_LENGTH
-  SegmentPlan segments;
+  Range ranges[2];       // in the order in which they are worked on
+  int range_count;
 };
 
 struct Arguments {
@@ -35,6 +49,7 @@ struct Arguments {
   double scale;
   bool use_l2norm, state_v_first, output_dinitial;
   int64_t segment_chunks;
+  int64_t border;  // first slot of the later of two ranges, or 0
 
   explicit Arguments(StableIValue* stack) {
     q.take(stack[0]);
@@ -52,6 +67,7 @@ struct Arguments {
     output_dinitial = as_bool(stack[12]);
     segment_chunks = as_int(stack[13]);
     operand.take_optional(stack[14]);
+    border = as_int(stack[15]);
     q.read("q");
     k.read("k");
     v.read("v");
@@ -87,9 +103,36 @@ void check_arguments(Arguments& arguments) {
                  static_cast<long long>(arguments.segment_chunks));
 }
 
+// Half of the sequences are in either of two ranges, more or less; all have places for segments.
+SegmentPlan plan_segments_of(const Arguments& arguments, const Sizes& sizes, int64_t tokens, bool is_part) {
+  const int64_t longest = sizes.dense_length == NO_DENSE_LENGTH ? sizes.tokens : sizes.dense_length;
+  const int64_t sequences = is_part ? (sizes.sequences + 1) / 2 : sizes.sequences;
+  SegmentPlan plan =
+      plan_backward_segments(arguments.segment_chunks, tokens, longest < tokens ? longest : tokens, sequences,
+                             sizes.v_heads, device_properties(arguments.q.view().device).multiprocessors);
+  plan.slots += sizes.sequences - sequences;
+  return plan;
+}
+
+void divide(const Arguments& arguments, Sizes& sizes) {
+  const int64_t border = arguments.border;
+  if (border == 0) {
+    const SegmentPlan plan = plan_segments_of(arguments, sizes, sizes.tokens, false);
+    sizes.ranges[sizes.range_count++] = {Range::WHOLE, 0, sizes.slots, 0, plan};
+    return;
+  }
+  // A chunk in slot s of sequence n has token 64 (s - n) or one of the 63 behind it.
+  const int64_t first = border >= sizes.sequences ? CHUNK * (border - sizes.sequences + 1) : 0;
+  const int64_t before = CHUNK * border < sizes.tokens ? CHUNK * border : sizes.tokens;
+  const SegmentPlan later = plan_segments_of(arguments, sizes, sizes.tokens - first, true);
+  const SegmentPlan earlier = plan_segments_of(arguments, sizes, before, true);
+  sizes.ranges[sizes.range_count++] = {Range::LATER, border, sizes.slots - border, first, later};
+  sizes.ranges[sizes.range_count++] = {Range::EARLIER, 0, border, 0, earlier};
+}
+
 Sizes read_sizes(Arguments& arguments) {
   const TensorView &q = arguments.q.view(), &v = arguments.v.view();
-  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, {}};
+  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, {}, 0};
   require_int32(sizes.tokens, OP, "the number of tokens");
   if (arguments.cu_seqlens.has_value()) {
     require_offsets(arguments.cu_seqlens, q);
@@ -100,11 +143,15 @@ Sizes read_sizes(Arguments& arguments) {
   }
   sizes.slots = sizes.tokens / CHUNK + sizes.sequences;
   require_int32(sizes.slots * sizes.v_heads, OP, "the number of chunks times value heads");
-  const int64_t longest = sizes.dense_length == NO_DENSE_LENGTH ? sizes.tokens : sizes.dense_length;
-  sizes.segments = plan_backward_segments(arguments.segment_chunks, sizes.tokens, longest, sizes.sequences,
-                                          sizes.v_heads, device_properties(q.device).multiprocessors);
-  require_int32(sizes.segments.slots * sizes.v_heads * HALVES * MAKERS, OP,
-                "six times the segments times value heads");
+  require_border(arguments.border, sizes.slots);
+  FLASHQLA_CHECK(arguments.border == 0 || arguments.operand.has_value(),
+                 "border is %lld and operand is missing, which has the state there; hand over what the forward returned, or 0.",
+                 static_cast<long long>(arguments.border));
+  divide(arguments, sizes);
+  for (int i = 0; i < sizes.range_count; i++) {
+    require_int32(sizes.ranges[i].segments.slots * sizes.v_heads * HALVES * MAKERS, OP,
+                  "six times the segments times value heads");
+  }
   const ArgumentTensor* const states[] = {&arguments.initial_state, &arguments.dht};
   for (const ArgumentTensor* state : states) {
     if (state->has_value()) check_states(state->view(), q, sizes.sequences, sizes.v_heads);
@@ -114,7 +161,8 @@ Sizes read_sizes(Arguments& arguments) {
     FLASHQLA_CHECK(is_bfloat16(q), "operand is given, which the SM90 backward takes in bfloat16 only; leave it out.");
     check_same_device(operand, q);
     require_tensor(operand, OP, q.dtype, 4, q.device);
-    const int64_t expected[] = {sizes.slots, sizes.v_heads, TRIANGLE_ROWS, HALF_CHUNK};
+    const int64_t rows = sizes.slots + slots_of_border(arguments.border);
+    const int64_t expected[] = {rows, sizes.v_heads, TRIANGLE_ROWS, HALF_CHUNK};
     for (int axis = 0; axis < 4; axis++) require_size(operand, OP, axis, expected[axis]);
     FLASHQLA_CHECK(operand.is_contiguous(), "operand is not contiguous; hand it over as the forward returned it.");
   }
@@ -174,11 +222,29 @@ class Backward {
     Scratch scratch;
     add_arrays(workspace, scratch);
     workspace.allocate();
-    launch_plan_kernel(scratch);
-    launch_kernels_of_rows(scratch);
-    launch_scan_kernels(scratch);
-    launch_gradient_kernel(scratch);
+    NewTensor g_copy, beta_copy, initial_copy, dfinal_copy;
+    Inputs inputs{};
+    inputs.g = as_gate(as_contiguous_float32(arguments_.g, g_copy));
+    inputs.beta = as_gate(as_contiguous_float32(arguments_.beta, beta_copy));
+    void* const unused = scratch.rows.data;  // any valid address: the kernel neither reads nor writes it
+    const bool has_initial = arguments_.initial_state.has_value(), has_dfinal = arguments_.dht.has_value();
+    inputs.initial = has_initial ? as_contiguous_float32(arguments_.initial_state, initial_copy).data : unused;
+    inputs.dfinal = has_dfinal ? as_contiguous_float32(arguments_.dht, dfinal_copy).data : unused;
+    for (int i = 0; i < sizes_.range_count; i++) {
+      const Range& range = sizes_.ranges[i];
+      const Scratch part = scratch_of(scratch, range);
+      launch_plan_kernel(range, part);
+      launch_kernels_of_rows(range, inputs, part);
+      launch_scan_kernels(range, inputs, part);
+      launch_gradient_kernel(part);
+    }
   }
+
+  // Arguments that may be copies.
+  struct Inputs {
+    TensorView g, beta;
+    void *initial, *dfinal;
+  };
 
   // What one kernel leaves to the next ones, and blocks of the scan to others.
   struct Scratch {
@@ -186,15 +252,23 @@ class Backward {
     TensorView errors, states, dstates, solve;
     TensorView decay, key_norm;  // of the forward's kernel, and not used, if it makes the solve
     TensorView segment_states, transitions, reach, forgets;
+    TensorView border_state, border_gradient;  // before the first chunk of the later range
   };
 
+  // The most of either range, since they take turns.
   void add_arrays(Workspace& workspace, Scratch& scratch) {
     const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
     const int32_t dtype = arguments_.q.view().dtype;
-    const int64_t slots = sizes_.slots, v_heads = sizes_.v_heads;
-    const int64_t cut = sizes_.segments.links ? sizes_.segments.slots * v_heads : 1;  // maps are made in any case
+    int64_t slots = 0, segment_slots = 0, cut = 1;  // one for maps that are made in any case
+    for (int i = 0; i < sizes_.range_count; i++) {
+      const Range& range = sizes_.ranges[i];
+      slots = max(slots, range.slots);
+      segment_slots = max(segment_slots, range.segments.slots);
+      cut = max(cut, rows_of_links(range));
+    }
+    const int64_t v_heads = sizes_.v_heads;
     workspace.add(scratch.chunks, "chunks", {slots, CHUNK_WORDS}, int32, device);
-    workspace.add(scratch.segments, "segments", {sizes_.segments.slots, SEGMENT_WORDS}, int32, device);
+    workspace.add(scratch.segments, "segments", {segment_slots, SEGMENT_WORDS}, int32, device);
     workspace.add(scratch.bound, "bound", {slots, v_heads}, float32, device);
     workspace.add(scratch.rows, "row_scales", {slots, v_heads, ROW_VECTORS, CHUNK}, float32, device);
     workspace.add(scratch.pairs, "pair_scales", {slots, v_heads, PAIR_VECTORS, CHUNK}, float32, device);
@@ -202,9 +276,7 @@ class Backward {
     workspace.add(scratch.errors, "errors", {slots, v_heads, HALVES, CHUNK, VALUE_TILE}, dtype, device);
     workspace.add(scratch.states, "states", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
     workspace.add(scratch.dstates, "dstates", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
-    if (arguments_.operand.has_value()) {
-      scratch.solve = arguments_.operand.view();
-    } else {
+    if (!arguments_.operand.has_value()) {
       workspace.add(scratch.solve, "solve", {slots, v_heads, TRIANGLE_ROWS, HALF_CHUNK}, dtype, device);
       workspace.add(scratch.decay, "decay", {slots, v_heads, CHUNK}, float32, device);
       workspace.add(scratch.key_norm, "key_norm", {slots, sizes_.heads, CHUNK}, float32, device);
@@ -215,58 +287,83 @@ class Backward {
                   device);
     workspace.add(scratch.reach, "reach", {cut, STATE_DIM}, float32, device);
     workspace.add(scratch.forgets, "forgets", {cut, DIRECTIONS}, int32, device);
+    if (arguments_.border > 0) {
+      workspace.add(scratch.border_gradient, "border_gradient", {v_heads, STATE_DIM * STATE_DIM}, float32, device);
+    }
   }
 
-  void launch_plan_kernel(const Scratch& scratch) {
+  // The same arrays with as many rows as the range has, and what the forward has kept of it.
+  Scratch scratch_of(const Scratch& scratch, const Range& range) const {
+    Scratch part = scratch;
+    TensorView* const by_slot[] = {&part.chunks, &part.bound,   &part.rows,  &part.pairs, &part.norms,    &part.errors,
+                                   &part.states, &part.dstates, &part.solve, &part.decay, &part.key_norm};
+    for (TensorView* array : by_slot) array->size[0] = range.slots;
+    part.segments.size[0] = range.segments.slots;
+    TensorView* const by_link[] = {&part.segment_states, &part.transitions, &part.reach, &part.forgets};
+    for (TensorView* array : by_link) array->size[0] = rows_of_links(range);
+    if (arguments_.operand.has_value()) {
+      part.solve = chunks_of_operand(arguments_.operand.view(), range.first_slot, range.slots);
+    }
+    if (arguments_.border > 0) {
+      part.border_state = border_of_operand(arguments_.operand.view(), sizes_.slots);
+    } else {
+      void* const unused = scratch.rows.data;
+      part.border_state = as_border("border_state", unused, sizes_.v_heads, scope_.index());
+      part.border_gradient = as_border("border_gradient", unused, sizes_.v_heads, scope_.index());
+    }
+    return part;
+  }
+
+  int64_t rows_of_links(const Range& range) const {
+    return range.segments.links ? range.segments.slots * sizes_.v_heads : 1;
+  }
+
+  static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+  void launch_plan_kernel(const Range& range, const Scratch& scratch) {
     const int64_t key_words = sizes_.heads * STATE_DIM / 2, value_words = sizes_.v_heads * STATE_DIM / 2;
     launch_backward_plan(scope_, offset_words(scratch.segments), scratch.chunks, scratch.segments,
                          as_words(dq_, key_words), as_words(dk_, key_words), as_words(dv_, value_words),
                          as_words(dg_, sizes_.v_heads), as_words(dbeta_, sizes_.v_heads), words_per_entry(),
                          sizes_.dense_length, static_cast<int32_t>(sizes_.sequences),
-                         static_cast<int32_t>(sizes_.segments.chunks));
+                         static_cast<int32_t>(range.segments.chunks), range.kind,
+                         static_cast<int32_t>(arguments_.border), static_cast<int32_t>(range.first_token));
   }
 
-  void launch_kernels_of_rows(const Scratch& scratch) {
-    NewTensor g_copy, beta_copy;
-    const TensorView g = as_gate(as_contiguous_float32(arguments_.g, g_copy));
-    const TensorView beta = as_gate(as_contiguous_float32(arguments_.beta, beta_copy));
-    if (!arguments_.operand.has_value()) launch_solve_kernel(g, beta, scratch);
+  void launch_kernels_of_rows(const Range& range, const Inputs& inputs, const Scratch& scratch) {
+    if (!arguments_.operand.has_value()) launch_solve_kernel(inputs, scratch);
     const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_rows_bf16 : launch_backward_rows_fp16;
-    launch(scope_, q(), k(), g, beta, scratch.chunks, scratch.rows, scratch.pairs, scratch.norms, scratch.bound,
-           static_cast<float>(arguments_.scale), arguments_.use_l2norm, sizes_.segments.has_cuts);
+    launch(scope_, q(), k(), inputs.g, inputs.beta, scratch.chunks, scratch.rows, scratch.pairs, scratch.norms,
+           scratch.bound, static_cast<float>(arguments_.scale), arguments_.use_l2norm, range.segments.has_cuts);
   }
 
   // A kernel of the forward; of what it writes beside the solve nothing is used.
-  void launch_solve_kernel(const TensorView& g, const TensorView& beta, const Scratch& scratch) {
+  void launch_solve_kernel(const Inputs& inputs, const Scratch& scratch) {
     const int64_t no_segments[] = {0, 2};
     const TensorView ready =
         contiguous_view("ready", scratch.decay.data, aoti_torch_dtype_int32(), scope_.index(), no_segments);
     const auto launch = is_bfloat16(arguments_.q.view()) ? launch_factor_kept_bf16 : launch_factor_errors_fp16;
-    launch(scope_, k(), g, beta, offset_words(scratch.decay), scratch.solve, scratch.decay, scratch.key_norm,
+    launch(scope_, k(), inputs.g, inputs.beta, offset_words(scratch.decay), scratch.solve, scratch.decay, scratch.key_norm,
            scratch.bound, ready, as_words(dv_, sizes_.v_heads * STATE_DIM / 2), arguments_.use_l2norm,
            words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences));
   }
 
   // With links first the blocks that make states and transitions of segments, then those that write outputs.
-  void launch_scan_kernels(const Scratch& scratch) {
-    const int64_t parts = sizes_.segments.slots * sizes_.v_heads;
-    NewTensor initial_copy, dfinal_copy;
-    void* const unused = scratch.rows.data;  // any valid address: the kernel neither reads nor writes it
-    const bool has_initial = arguments_.initial_state.has_value(), has_dfinal = arguments_.dht.has_value();
-    void* const initial = has_initial ? as_contiguous_float32(arguments_.initial_state, initial_copy).data : unused;
-    void* const dfinal = has_dfinal ? as_contiguous_float32(arguments_.dht, dfinal_copy).data : unused;
-    void* const dinitial = arguments_.output_dinitial ? dinitial_.view().data : unused;
+  void launch_scan_kernels(const Range& range, const Inputs& inputs, const Scratch& scratch) {
+    const int64_t parts = range.segments.slots * sizes_.v_heads;
+    void* const dinitial = arguments_.output_dinitial ? dinitial_.view().data : scratch.rows.data;
     const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_scan_bf16 : launch_backward_scan_fp16;
     const bool launches[] = {true, false};
     for (const bool makes_states : launches) {
-      if (makes_states && !sizes_.segments.links) continue;
+      if (makes_states && !range.segments.links) continue;
       const int64_t blocks = parts * HALVES * (makes_states ? MAKERS : DIRECTIONS);
       launch(scope_, q(), k(), as_token_rows(arguments_.v.view()), as_token_rows(arguments_.do_.view()), scratch.solve,
-             scratch.rows, scratch.pairs, scratch.bound, scratch.segments, as_states("initial_state", initial),
-             as_states("dht", dfinal), scratch.segment_states, scratch.transitions, scratch.reach, scratch.forgets,
-             scratch.errors, scratch.states, scratch.dstates, as_token_rows(dv_.view()), as_states("dh0", dinitial),
-             has_initial, has_dfinal, arguments_.output_dinitial, arguments_.state_v_first,
-             static_cast<int32_t>(sizes_.segments.chunks), makes_states, sizes_.segments.links,
+             scratch.rows, scratch.pairs, scratch.bound, scratch.segments, as_states("initial_state", inputs.initial),
+             as_states("dht", inputs.dfinal), scratch.segment_states, scratch.transitions, scratch.reach,
+             scratch.forgets, scratch.errors, scratch.states, scratch.dstates, as_token_rows(dv_.view()),
+             as_states("dh0", dinitial), scratch.border_state, scratch.border_gradient,
+             arguments_.initial_state.has_value(), arguments_.dht.has_value(), arguments_.output_dinitial,
+             arguments_.state_v_first, static_cast<int32_t>(range.segments.chunks), makes_states, range.segments.links,
              static_cast<int32_t>(blocks));
     }
   }
@@ -319,7 +416,8 @@ void run(StableIValue* stack, uint64_t, uint64_t) {
 const OpRegistration registration(
     "sm90_gated_delta_rule_bwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
     "Tensor? cu_seqlens, Tensor do, Tensor? dht, float scale, bool use_qk_l2norm, bool state_v_first, "
-    "bool output_dinitial, int segment_chunks, Tensor? operand=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dh0)",
+    "bool output_dinitial, int segment_chunks, Tensor? operand=None, int border=0) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dh0)",
     "sm90_gated_delta_rule_bwd", run);
 
 }  // namespace

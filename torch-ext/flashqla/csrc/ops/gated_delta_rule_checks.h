@@ -10,6 +10,8 @@ namespace flashqla {
 
 constexpr int64_t STATE_DIM = 128;      // K = V
 constexpr int64_t TRIANGLE_ROWS = 96, HALF_CHUNK = 32;  // of a tile without its upper right quarter
+constexpr int64_t BORDER_SLOTS = 11;  // of the operand, which hold the states of a border
+static_assert(BORDER_SLOTS * TRIANGLE_ROWS * HALF_CHUNK * 2 >= STATE_DIM * STATE_DIM * 4, "a state is in float32");
 constexpr int64_t TMA_ALIGNMENT = 16, TMA_ROW_ELEMENTS = 8;  // bytes, and elements of 16 bits that make them
 
 inline void check_size(const TensorView& tensor, int axis, int64_t expected, const char* like) {
@@ -131,6 +133,30 @@ inline TensorView as_token_rows(const TensorView& tensor) {
   view.stride[0] = token_stride(tensor);
   for (int axis = 1; axis < 3; axis++) view.stride[axis] = tensor.stride[axis + 1];
   return view;
+}
+
+// What a forward keeps for its backward, [slots, HV, 96, 32] in 16 bits: the operand of each chunk and, if the backward takes two
+// ranges of chunks, behind them the state before the first chunk of the second, float32 [HV, V, K].
+inline int64_t slots_of_border(int64_t border) { return border > 0 ? BORDER_SLOTS : 0; }
+
+inline void require_border(int64_t border, int64_t slots) {
+  FLASHQLA_CHECK(border >= 0 && (border == 0 || border < slots),
+                 "border is %lld and must be one of the %lld slots of chunks but the first, or 0 for none.",
+                 static_cast<long long>(border), static_cast<long long>(slots));
+}
+
+inline TensorView chunks_of_operand(const TensorView& operand, int64_t first_slot, int64_t slots) {
+  const int64_t bytes_of_slot = operand.size[1] * TRIANGLE_ROWS * HALF_CHUNK * 2;
+  return contiguous_view(operand.name, static_cast<char*>(operand.data) + first_slot * bytes_of_slot, operand.dtype,
+                         operand.device, {slots, operand.size[1], TRIANGLE_ROWS, HALF_CHUNK});
+}
+
+inline TensorView as_border(const char* name, void* data, int64_t v_heads, int32_t device) {
+  return contiguous_view(name, data, aoti_torch_dtype_float32(), device, {v_heads, STATE_DIM * STATE_DIM});
+}
+
+inline TensorView border_of_operand(const TensorView& operand, int64_t slots) {
+  return as_border("border_state", chunks_of_operand(operand, slots, 0).data, operand.size[1], operand.device);
 }
 
 // The argument itself when it is contiguous float32, else a copy that is.

@@ -1,6 +1,7 @@
 // sm90_gated_delta_rule_fwd: the gated delta rule, forward, on the kernels of flashqla_hub/kernels (see its README for
-// their arguments). sm90_gated_delta_rule_fwd_kept also returns what the backward can use of it. Chunks and segments live in slots, first_slot(n) = cu_seqlens[n] / step + n, so that no kernel needs
-// a host round trip.
+// their arguments). sm90_gated_delta_rule_fwd_kept also returns what the backward can use of it: the operand of each chunk and, for
+// a backward in two ranges, the state before the chunk in slot `border`. Chunks and segments live in slots, first_slot(n) =
+// cu_seqlens[n] / step + n, so that no kernel needs a host round trip.
 #include "../generated/launchers.h"
 #include "../runtime/registration.h"
 #include "../runtime/tensor.h"
@@ -30,8 +31,9 @@ struct Arguments {
   double scale;
   bool use_l2norm, state_v_first, output_final_state;
   int64_t segment_chunks;
+  int64_t border;  // 0 for none
 
-  explicit Arguments(StableIValue* stack) {
+  Arguments(StableIValue* stack, bool has_border) {
     q.take(stack[0]);
     k.take(stack[1]);
     v.take(stack[2]);
@@ -44,6 +46,7 @@ struct Arguments {
     state_v_first = as_bool(stack[9]);
     output_final_state = as_bool(stack[10]);
     segment_chunks = as_int(stack[11]);
+    border = has_border ? as_int(stack[12]) : 0;
     q.read("q");
     k.read("k");
     v.read("v");
@@ -90,7 +93,8 @@ Sizes read_sizes(Arguments& arguments) {
                                  device_properties(q.device).multiprocessors);
   require_int32(3 * sizes.segments.slots * sizes.v_heads, "the SM90 forward",
                 "the number of segments times value heads");
-  sizes.are_short = arguments.segment_chunks == 0 && !sizes.segments.has_cuts &&
+  require_border(arguments.border, sizes.slots);
+  sizes.are_short = arguments.segment_chunks == 0 && !sizes.segments.has_cuts && arguments.border == 0 &&
                     are_short(sizes.tokens, sizes.sequences, sizes.heads, device_properties(q.device).multiprocessors);
   if (arguments.initial_state.has_value()) {
     const TensorView& state = arguments.initial_state.view();
@@ -132,7 +136,9 @@ class Forward {
     final_state_.allocate("final_state", {states, sizes_.v_heads, STATE_DIM, STATE_DIM}, aoti_torch_dtype_float32(),
                           scope_.index());
     if (!keeps_operand_) return;
-    operand_.allocate("operand", {sizes_.slots, sizes_.v_heads, TRIANGLE_ROWS, HALF_CHUNK}, v.dtype, scope_.index());
+    operand_.allocate("operand",
+                      {sizes_.slots + slots_of_border(arguments_.border), sizes_.v_heads, TRIANGLE_ROWS, HALF_CHUNK},
+                      v.dtype, scope_.index());
   }
 
   // No token belongs to a sequence: o has no rows or only unused ones, and states stay as they are.
@@ -154,7 +160,7 @@ class Forward {
     Workspace workspace;
     Intermediates between{};
     if (keeps_operand_) {
-      between.operand = operand_.view();
+      between.operand = chunks_of_operand(operand_.view(), 0, sizes_.slots);
     } else {
       workspace.add(between.operand, "operand", {sizes_.slots, sizes_.v_heads, TRIANGLE_ROWS, HALF_CHUNK},
                     o_.view().dtype, device);
@@ -221,7 +227,9 @@ class Forward {
   // Of the blocks that make states and of those that make outputs behind them, `blocks` from `first_block` on.
   void launch_recurrence_kernel(const Intermediates& between, void* initial, void* final_state, int64_t first_block,
                                 int64_t blocks) {
-    const auto launch = is_bfloat16() ? launch_recurrence_bf16 : launch_recurrence_fp16;
+    const auto launch = has_border() ? launch_recurrence_kept_bf16
+                        : is_bfloat16() ? launch_recurrence_bf16
+                                        : launch_recurrence_fp16;
     launch_items(launch, between, initial, final_state, first_block, blocks);
   }
 
@@ -229,15 +237,18 @@ class Forward {
   void launch_items(Launch launch, const Intermediates& between, void* initial, void* final_state, int64_t first_block,
                     int64_t blocks) {
     const SegmentPlan& segments = sizes_.segments;
+    void* const unused = between.decay.data;  // any valid address: only the kernel for training looks at it
+    const TensorView border_state = has_border() ? border_of_operand(operand_.view(), sizes_.slots)
+                                                 : as_border("border_state", unused, sizes_.v_heads, scope_.index());
     launch(scope_, as_token_rows(arguments_.q.view()), as_token_rows(arguments_.k.view()),
            as_token_rows(arguments_.v.view()), between.operand, between.decay, between.key_norm,
            between.bound, offset_words(), as_states("initial_state", initial), between.states, between.transitions,
            between.ready, between.reach, as_token_rows(o_.view()), as_states("final_state", final_state),
-           static_cast<float>(arguments_.scale), arguments_.use_l2norm, arguments_.initial_state.has_value(),
-           arguments_.output_final_state, arguments_.state_v_first, words_per_entry(), sizes_.dense_length,
-           static_cast<int32_t>(sizes_.sequences),
+           border_state, static_cast<float>(arguments_.scale), arguments_.use_l2norm,
+           arguments_.initial_state.has_value(), arguments_.output_final_state, arguments_.state_v_first,
+           words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences),
            static_cast<int32_t>(segments.chunks), static_cast<int32_t>(segments.replay),
-           static_cast<int32_t>(first_block), static_cast<int32_t>(blocks));
+           static_cast<int32_t>(arguments_.border), static_cast<int32_t>(first_block), static_cast<int32_t>(blocks));
   }
 
   // Tokens of the longest sequence, or a bound.
@@ -259,6 +270,7 @@ class Forward {
     return contiguous_view(gate.name, gate.data, gate.dtype, gate.device, {sizes_.tokens, sizes_.v_heads});
   }
 
+  bool has_border() const { return arguments_.border > 0; }
   bool is_bfloat16() const { return arguments_.q.view().dtype == aoti_torch_dtype_bfloat16(); }
 
   const Arguments& arguments_;
@@ -269,7 +281,7 @@ class Forward {
 };
 
 void run(StableIValue* stack, uint64_t, uint64_t) {
-  Arguments arguments(stack);
+  Arguments arguments(stack, false);
   check_arguments(arguments);
   Forward forward(arguments, read_sizes(arguments), false);
   forward.run();
@@ -277,7 +289,7 @@ void run(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void run_kept(StableIValue* stack, uint64_t, uint64_t) {
-  Arguments arguments(stack);
+  Arguments arguments(stack, true);
   check_arguments(arguments);
   FLASHQLA_CHECK(arguments.q.view().dtype == aoti_torch_dtype_bfloat16(),
                  "q is not bfloat16, in which alone the SM90 backward uses the operand of its forward.");
@@ -296,7 +308,7 @@ const OpRegistration registration(
 const OpRegistration kept_registration(
     "sm90_gated_delta_rule_fwd_kept(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
     "Tensor? cu_seqlens, float scale, bool use_qk_l2norm, bool state_v_first, bool output_final_state, "
-    "int segment_chunks) "
+    "int segment_chunks, int border=0) "
     "-> (Tensor o, Tensor final_state, Tensor operand)",
     "sm90_gated_delta_rule_fwd_kept", run_kept);
 
