@@ -66,13 +66,13 @@ def start_of(segment, direction, has_state):
     """Where a direction starts: at the border of the range, or at an end of the sequence, which may have a state."""
     border = T.Select(direction == FORWARD, BORDER_BEFORE, BORDER_BEHIND)
     of_sequence = T.Select(has_state != 0, START_INITIAL, START_ZERO)
-    return T.Select(segment[SEGMENT_BORDER] == border, START_BORDER, of_sequence)
+    return T.Select(T.bitwise_and(segment[SEGMENT_BORDER], border) != 0, START_BORDER, of_sequence)
 
 
 def end_of_gradient(segment, write_dinitial):
     """Where the gradient goes behind the first chunk: to the border of the range, or to that of the initial state."""
     of_sequence = T.Select(write_dinitial != 0, END_FINAL, END_NOTHING)
-    return T.Select(segment[SEGMENT_BORDER] == BORDER_BEFORE, END_BORDER, of_sequence)
+    return T.Select(T.bitwise_and(segment[SEGMENT_BORDER], BORDER_BEFORE) != 0, END_BORDER, of_sequence)
 
 
 @T.macro

@@ -226,15 +226,12 @@ def read_state(half, t, r, i):
 def keep_border(t, r, slot, kept):
     """The state behind a chunk, with the decay to its end, which the scales of the next chunk would bring."""
     for a, c in T.Parallel(HEAD_DIM, HEAD_DIM):
-        kept[t.item[ITEM_HEAD], a * HEAD_DIM + c] = r.S[a, c] * t.late_decay[slot]
+        kept[t.border[slot], t.item[ITEM_HEAD], a * HEAD_DIM + c] = r.S[a, c] * t.late_decay[slot]
 
 
 @T.macro
-def keep_state(thread, dtype, t, b, r, chunks, silent, keeps_border, kept, border):
-    """State and outputs of 64 value rows, the state in registers from the first chunk to the last.
-
-    keeps_border: whether the state before the chunk in slot `border` is stored, if the chunk before that has outputs here.
-    """
+def keep_state(thread, dtype, t, b, r, chunks, silent, keeps_borders, kept):
+    """State and outputs of 64 value rows, the state in registers from the first chunk to the last, and stored at borders."""
     half = thread // WARPGROUP
     if half == 1:
         give_turn(half)
@@ -250,8 +247,8 @@ def keep_state(thread, dtype, t, b, r, chunks, silent, keeps_border, kept, borde
         slot = i % SLOTS
         write_state(half, thread, t, b, r, i)
         read_state(half, t, r, i)
-        if keeps_border:
-            if t.item[ITEM_FIRST_SLOT] + i + 1 == border:
+        if keeps_borders:
+            if t.border[slot] >= 0:
                 keep_border(t, r, slot, kept)
         arrive(b.scores_free, slot, thread)
         arrive(b.tokens_free, i % STAGES, thread)
@@ -263,7 +260,7 @@ def keep_state(thread, dtype, t, b, r, chunks, silent, keeps_border, kept, borde
             T.copy(r.o, t.o[1])
         T.fence_proxy_async()
         arrive(b.output_ready, half * SLOTS + slot, thread)
-    if keeps_border:  # asked again, since the answer would be kept through all chunks
+    if keeps_borders:  # asked again, since the answer would be kept through all chunks
         if T.shfl_xor(thread, 0) < WARPGROUP:
             take_turn(0)
     elif half == 0:
@@ -336,7 +333,16 @@ def clear_tail(dtype, t, stage, slot, rows):
 
 
 @T.macro
-def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_outputs, due):
+def find_border_behind(t, slot, behind, range_slots, chunk_slots):
+    """t.border <- which of the borders between ranges of the backward is before the chunk in slot `behind`, or -1."""
+    is_border = T.And(T.truncmod(behind, range_slots) == 0, behind < chunk_slots)
+    t.border[slot] = T.Select(is_border, T.truncdiv(behind, range_slots) - 1, -1)
+
+
+@T.macro
+def prepare_chunk(
+    thread, dtype, t, b, r, item, i, scale, use_l2norm, has_outputs, due, keeps_borders, range_slots, chunk_slots
+):
     """The scales of a chunk and, if it has outputs, Q K^T with its mask and gates; then says that all of it is there.
 
     due[0] is the decay that the state still lacks from the chunk before: behind a reference before a chunk's end it stays
@@ -369,6 +375,8 @@ def prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, has_output
             t.late_decay[slot] = T.exp2(last - reference[0])
             t.write_stage[slot] = T.Select(factored[0] != 0, stage, DECAYED_KEYS)
             t.in_one_step[slot] = in_one_step[0]
+            if keeps_borders:
+                find_border_behind(t, slot, item[ITEM_FIRST_SLOT] + i + 1, range_slots, chunk_slots)
     if dtype == "bfloat16":  # float16 has no reference but the end
         due[0] = T.exp2(last - reference[0])
     T.sync_warp()
@@ -424,7 +432,7 @@ def bring_links(thread, dtype, t, b, item, value_heads, transitions):
 
 
 @T.macro
-def form_scores(thread, dtype, t, b, r, item, scale, use_l2norm):
+def form_scores(thread, dtype, t, b, r, item, scale, use_l2norm, keeps_borders, range_slots, chunk_slots):
     """Replayed chunks have no outputs and are whole; the others have both a mask and perhaps an end.
 
     Before them it makes the zeros that nobody loads: values of a transition, and the upper right quarter of the operand.
@@ -439,9 +447,14 @@ def form_scores(thread, dtype, t, b, r, item, scale, use_l2norm):
     due = T.alloc_local((1,), "float32")
     due[0] = 1.0
     for i in T.serial(item[ITEM_SILENT]):
-        prepare_chunk(thread, dtype, t, b, r, item, i, scale, use_l2norm, False, due)
+        prepare_chunk(
+            thread, dtype, t, b, r, item, i, scale, use_l2norm, False, due, keeps_borders, range_slots, chunk_slots
+        )  # fmt: skip
     for more in T.serial(item[ITEM_CHUNKS] - item[ITEM_SILENT]):
-        prepare_chunk(thread, dtype, t, b, r, item, item[ITEM_SILENT] + more, scale, use_l2norm, True, due)
+        prepare_chunk(
+            thread, dtype, t, b, r, item, item[ITEM_SILENT] + more, scale, use_l2norm, True, due, keeps_borders,
+            range_slots, chunk_slots,
+        )  # fmt: skip
 
 
 @T.macro

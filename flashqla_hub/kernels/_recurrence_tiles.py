@@ -18,7 +18,7 @@ class Tiles(Group):
 
     suffix = "_smem"
 
-    def __init__(self, dtype):
+    def __init__(self, dtype, keeps_borders):
         self.q = T.alloc_shared((STAGES, CHUNK, HEAD_DIM), dtype)
         self.k = T.alloc_shared((STAGES + 1, CHUNK, HEAD_DIM), dtype)
         self.decay = T.alloc_shared((STAGES, CHUNK), "float32")
@@ -34,6 +34,8 @@ class Tiles(Group):
         self.late_decay = T.alloc_shared((SLOTS,), "float32")
         self.in_one_step = T.alloc_shared((SLOTS,), "int32")  # whether the two products of the outputs share a scale
         self.write_stage = T.alloc_shared((SLOTS,), "int32")  # where the state product finds its keys
+        if keeps_borders:
+            self.border = T.alloc_shared((SLOTS,), "int32")  # which border is behind the chunk, or -1
         self.score_scale = T.alloc_shared((CHUNK,), "float32")
         self.key_scale = T.alloc_shared((CHUNK,), "float32")
         self.column_decay = T.alloc_shared((RECURRENCE.scores.warps, CHUNK), "float32")

@@ -212,10 +212,12 @@ FACTOR = FactorLayout()
 SHORT = ShortLayout()
 
 
-SEGMENT_WORDS = 7  # int32 words of a segment's record: four of its sequence, which sequence, which segment of it, its border
+SEGMENT_WORDS = (
+    7  # int32 words of a segment's record: four of its sequence, which sequence, which segment of it, its border
+)
 SEGMENT_FIRST_TOKEN, SEGMENT_TOKENS, SEGMENT_FIRST_SLOT, SEGMENT_CHUNKS, SEGMENT_SEQUENCE = range(5)
 SEGMENT_INDEX, SEGMENT_BORDER = range(5, SEGMENT_WORDS)
-BORDER_NONE, BORDER_BEFORE, BORDER_BEHIND = range(3)  # on which side the sequence goes on in the other range of chunks
+BORDER_BEFORE, BORDER_BEHIND = 1, 2  # bits: the sequence goes on in the range of chunks before, or behind
 
 ROW_VECTORS = 9  # float32 numbers of a token and value head that the backward kernels share
 ROW_STRENGTH, ROW_UNTIL, ROW_DECAY, ROW_SINCE, ROW_READ, ROW_WRITE, ROW_QUERY, ROW_TAKE, ROW_ERROR = range(ROW_VECTORS)

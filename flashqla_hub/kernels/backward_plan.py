@@ -1,14 +1,14 @@
 """Plan of a backward: records of chunks and segments from sequence offsets, and zeros where no sequence is.
 
-A backward in two ranges has a plan for each: for the chunks from slot `border` on, and then for those before. In either, offsets
-are clipped at the border's first token, and sequences that have nothing in the range have no segments; chunks have the slots of
-the range, which begins with slot 0. The sequence that the border cuts, if it does, says so in its segments, on the border's side.
+A backward in several ranges of chunks has a plan for each, from `from_slot` on and before `until_slot`, where 0 is no border.
+Offsets are clipped at the first tokens of those slots, and sequences that have nothing in the range have no segments. The slots
+of the range are counted from its first. A sequence that goes on beyond a border says so in its segments.
 
 Reads        cu_seqlens as 32-bit words
 Writes       chunks [slots, 4] int32: first token, rows (0 = unused slot), sequence ·
              segments [segment_slots, 7] int32: first token, tokens, first slot and chunks of the sequence, which sequence,
-             which segment of it (-1 = unused), and where it goes on beyond the border (BORDER_*) ·
-             rows of dq dk dv dg dbeta below cu_seqlens[0] and from cu_seqlens[N] on, but not with the range before a border
+             which segment of it (-1 = unused), and beyond which borders it goes on (BORDER_*) ·
+             with the last range: rows of dq dk dv dg dbeta below cu_seqlens[0] and from cu_seqlens[N] on
 
 Blocks       N: a sequence each
              then ZERO_BLOCKS: rows that no sequence has, in turn
@@ -20,7 +20,6 @@ from ._segments import find_sequence
 from ._sm90 import (
     BORDER_BEFORE,
     BORDER_BEHIND,
-    BORDER_NONE,
     CHUNK,
     CHUNK_FIRST_TOKEN,
     CHUNK_ROWS,
@@ -40,7 +39,6 @@ from ._sm90 import (
 
 THREADS = WARPGROUP
 ZERO_BLOCKS = 128  # about one an SM
-WHOLE, LATER, EARLIER = range(3)  # ranges of chunks: all, from the border on, before it
 
 
 @T.macro
@@ -91,13 +89,12 @@ def write_segments(
 
 @T.macro
 def find_border(found, cu_words, words_per_entry, dense_length, sequences, tokens, border, lane):
-    """found[...] <- the sequence with slot `border`, its first token and its end; found[3] <- the first token of that slot.
+    """found[...] <- the sequence with slot `border`, its first token, its end, and the first token of that slot.
 
     Behind the sequence's last chunk that is its end, and before the first sequence's first chunk its first token.
     """
-    end, slot = T.alloc_var("int32"), T.alloc_var("int32")  # a macro renames what it is given bare
-    slot = border
-    find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, slot, CHUNK, 1, lane)
+    end = T.alloc_var("int32")
+    find_sequence(found, cu_words, words_per_entry, dense_length, sequences, tokens, border, CHUNK, 1, lane)
     end = T.max(found[1], found[2])
     found[2] = end
     found[3] = found[1] + CHUNK * (border - T.truncdiv(found[1], CHUNK) - found[0])
@@ -138,42 +135,48 @@ def build_backward_plan():
         dense_length: T.int32,
         sequences: T.int32,
         segment_chunks: T.int32,
-        chunk_range: T.int32,
-        border: T.int32,
+        from_slot: T.int32,
+        until_slot: T.int32,
         base: T.int32,
     ):
         with T.Kernel(sequences + ZERO_BLOCKS, threads=THREADS) as block:
             thread = T.get_thread_binding()
             first, length, end = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            first_slot, lowest_slot, next_slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            own_slot, lowest_slot, next_slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             first_place, lowest_place, next_place = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             is_here, beyond = T.alloc_var("int32"), T.alloc_var("int32")
+            border, lower, upper = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             found = T.alloc_local((4,), "int32")
             if block < sequences:
                 first = offset(cu_words, block, words_per_entry, dense_length)
                 end = T.max(first, offset(cu_words, block + 1, words_per_entry, dense_length))
-                is_here, beyond = 1, BORDER_NONE
-                if chunk_range != WHOLE:
+                is_here, beyond, lower, upper = 1, 0, 0, tokens
+                if from_slot > 0:
+                    border = from_slot
                     find_border(
                         found, cu_words, words_per_entry, dense_length, sequences, tokens, border, thread % WARP
                     )  # fmt: skip
-                    if chunk_range == LATER:
-                        is_here = T.cast(T.Or(end > found[3], first >= found[3]), "int32")
-                        is_here = T.Select(block < found[0], 0, is_here)
-                        beyond = T.Select(first < found[3], BORDER_BEFORE, BORDER_NONE)
-                        first, end = T.max(first, found[3]), T.max(end, found[3])
-                    else:
-                        is_here = T.Select(block > found[0], 0, T.cast(first < found[3], "int32"))
-                        is_here = T.Select(block < found[0], 1, is_here)
-                        beyond = T.Select(end > found[3], BORDER_BEHIND, BORDER_NONE)
-                        first, end = T.min(first, found[3]), T.min(end, found[3])
+                    lower = found[3]
+                    is_here = T.cast(T.Or(end > lower, first >= lower), "int32")
+                    is_here = T.Select(block < found[0], 0, is_here)
+                    beyond = T.Select(first < lower, BORDER_BEFORE, 0)
+                if until_slot > 0:
+                    border = until_slot
+                    find_border(
+                        found, cu_words, words_per_entry, dense_length, sequences, tokens, border, thread % WARP
+                    )  # fmt: skip
+                    upper = found[3]
+                    is_here = T.Select(T.Or(block > found[0], T.And(block == found[0], first >= upper)), 0, is_here)
+                    beyond += T.Select(end > upper, BORDER_BEHIND, 0)
+                first = T.max(lower, T.min(first, upper))
+                end = T.max(first, T.min(end, upper))
                 length = end - first
-                first_slot = T.truncdiv(first, CHUNK) + block - T.Select(chunk_range == LATER, border, 0)
-                lowest_slot = T.Select(block == 0, 0, T.max(0, first_slot))
-                next_slot = T.min(first_slot - T.truncdiv(first, CHUNK) + T.truncdiv(end, CHUNK) + 1, chunk_slots)
+                own_slot = T.truncdiv(first, CHUNK) + block - from_slot
+                lowest_slot = T.Select(block == 0, 0, T.max(0, own_slot))
+                next_slot = T.min(T.truncdiv(end, CHUNK) + block + 1 - from_slot, chunk_slots)
                 if block == sequences - 1:
                     next_slot = chunk_slots
-                write_chunks(chunks, block, first, length, first_slot, lowest_slot, next_slot, thread)
+                write_chunks(chunks, block, first, length, own_slot, lowest_slot, next_slot, thread)
                 step = segment_chunks * CHUNK
                 first_place = T.truncdiv(T.max(0, first - base), step) + block
                 lowest_place = T.Select(block == 0, 0, first_place)
@@ -181,10 +184,10 @@ def build_backward_plan():
                 if block == sequences - 1:
                     next_place = segment_slots
                 write_segments(
-                    segments, block, first, length, first_slot, first_place, lowest_place, next_place, segment_chunks,
+                    segments, block, first, length, own_slot, first_place, lowest_place, next_place, segment_chunks,
                     is_here, beyond, thread,
                 )  # fmt: skip
-            elif chunk_range != EARLIER:
+            elif until_slot == 0:
                 part = block - sequences
                 for side in T.serial(2):
                     first = T.if_then_else(side == 0, 0, offset(cu_words, sequences, words_per_entry, dense_length))

@@ -138,7 +138,8 @@ def build_backward_scan(dtype):
         dv: T.Tensor((tokens, value_heads, HEAD_DIM), dtype),
         dinitial: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
         border_state: T.Tensor((value_heads, HEAD_DIM * HEAD_DIM), "float32"),
-        border_gradient: T.Tensor((value_heads, HEAD_DIM * HEAD_DIM), "float32"),
+        gradient_behind: T.Tensor((value_heads, HEAD_DIM * HEAD_DIM), "float32"),
+        gradient_before: T.Tensor((value_heads, HEAD_DIM * HEAD_DIM), "float32"),
         has_initial: T.int32,
         has_dfinal: T.int32,
         write_dinitial: T.int32,
@@ -216,7 +217,7 @@ def build_backward_scan(dtype):
                     base = own + (t.item[ITEM_LINKS] + 1) * value_heads
                     load_state(
                         back.S, t.item[ITEM_START], matrix, t.item[ITEM_HEAD], base, REVERSE, half, dfinal,
-                        border_gradient, segment_states, value_stride, key_stride,
+                        gradient_behind, segment_states, value_stride, key_stride,
                     )  # fmt: skip
                     follow_links(
                         thread, dtype, t, b, back, t.item[ITEM_LINKS], base, 1, value_heads, REVERSE,
@@ -225,7 +226,7 @@ def build_backward_scan(dtype):
                     carry_gradient(thread, dtype, t, b, back, item, lead)
                     store_segment(back.S, t.item[ITEM_END], own, REVERSE, half, segment_states, lead[0])
                     store_gradient(
-                        back.S, t.item[ITEM_END], matrix, t.item[ITEM_HEAD], half, dinitial, border_gradient, lead[0],
+                        back.S, t.item[ITEM_END], matrix, t.item[ITEM_HEAD], half, dinitial, gradient_before, lead[0],
                         value_stride, key_stride,
                     )  # fmt: skip
             elif thread < MOVERS:

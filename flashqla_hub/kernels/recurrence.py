@@ -21,8 +21,8 @@ the segment's transition), and that links may come before the chunks: S <- trans
 come first in the grid and wait for no other, so that those behind may wait for them.
 
 Reads        q k [T, H, 128] · v [T, HV, 128] · operand decay key_norm bound of `factor.py` · cu_seqlens · initial state f32
-Writes       o [T, HV, 128], every row of the sequence · final state f32 · for training the state before the chunk of one slot,
-             [HV, V, K] f32, by the block that has the outputs of the chunk before
+Writes       o [T, HV, 128], every row of the sequence · final state f32 · for training the states at borders,
+             [borders, HV, V, K] f32, each by the block that has the outputs of the chunk before
 In between   states [V, K] f32, transitions in two 16-bit parts with the squared norms of their rows, flags `ready`, of
              segments behind which their sequence goes on
 
@@ -99,11 +99,13 @@ def build_recurrence(dtype, form="outputs"):
 
     Args:
         form: "long" is for what `short.py` leaves, the sequences of more than LONG tokens, in one piece each; "kept" also
-            stores the state before one chunk, for a backward in two ranges. The others do not look at `kept` and `border`.
+            stores the states between ranges of chunks that the backward takes one after the other. The others do not look at
+            `kept` and `range_slots`.
     """
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     chunk_slots, words = T.dynamic("chunk_slots"), T.dynamic("words")
     matrices, rows, links = T.dynamic("matrices"), T.dynamic("rows"), T.dynamic("links")
+    borders, keeps_borders = T.dynamic("borders"), form == "kept"
     q_t, q_h, k_t, k_h, v_t, v_h = (T.dynamic(name, "int64") for name in ("q_t", "q_h", "k_t", "k_h", "v_t", "v_h"))
 
     @T.prim_func
@@ -123,7 +125,7 @@ def build_recurrence(dtype, form="outputs"):
         reach: T.Tensor((links, HEAD_DIM), "float32"),
         o: T.Tensor((tokens, value_heads, HEAD_DIM), dtype),
         final: T.Tensor((matrices, HEAD_DIM * HEAD_DIM), "float32"),
-        kept: T.Tensor((value_heads, HEAD_DIM * HEAD_DIM), "float32"),
+        kept: T.Tensor((borders, value_heads, HEAD_DIM * HEAD_DIM), "float32"),
         scale: T.float32,
         use_l2norm: T.int32,
         has_initial: T.int32,
@@ -134,12 +136,12 @@ def build_recurrence(dtype, form="outputs"):
         sequences: T.int32,
         segment_chunks: T.int32,
         replay: T.int32,
-        border: T.int32,
+        range_slots: T.int32,
         first_block: T.int32,
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=RECURRENCE.threads) as launched:
-            t, b = Tiles(dtype), Barriers()
+            t, b = Tiles(dtype, keeps_borders), Barriers()
             state, scores = StateRegisters(dtype), ScoreRegisters(dtype)
             T.annotate_layout(
                 {part: transposed_fragment() for part in (state.v, state.o)}
@@ -206,9 +208,7 @@ def build_recurrence(dtype, form="outputs"):
                 base = t.item[ITEM_OWN] - (t.item[ITEM_LINKS] + 1) * value_heads
                 load_state(state.S, t.item[ITEM_START], matrix, base, initial, states, value_stride, key_stride)
                 follow_links(thread, dtype, t, b, state, t.item[ITEM_LINKS], base, value_heads, states)
-                keep_state(
-                    thread, dtype, t, b, state, item[ITEM_CHUNKS], item[ITEM_SILENT], form == "kept", kept, border
-                )  # fmt: skip
+                keep_state(thread, dtype, t, b, state, item[ITEM_CHUNKS], item[ITEM_SILENT], keeps_borders, kept)
                 store_state(
                     thread,
                     dtype,
@@ -229,7 +229,9 @@ def build_recurrence(dtype, form="outputs"):
             elif thread < MOVERS:
                 T.set_max_nreg(RECURRENCE.scores.registers, 0)
                 bring_links(thread, dtype, t, b, item, value_heads, transitions)
-                form_scores(thread, dtype, t, b, scores, item, scale, use_l2norm)
+                form_scores(
+                    thread, dtype, t, b, scores, item, scale, use_l2norm, keeps_borders, range_slots, chunk_slots
+                )  # fmt: skip
             else:
                 T.set_max_nreg(RECURRENCE.movers.registers, 0)
                 if thread < MOVERS + WARP:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ class Call:
     output_dinitial: bool = True
     segment_chunks: int = 0
     is_kept: bool = True  # what the forward keeps in bfloat16
-    border: int = 0
+    range_slots: int = 0
 
 
 def make_arguments(call: Call) -> list[Any]:
@@ -50,8 +51,9 @@ def make_arguments(call: Call) -> list[Any]:
 
     operand = None
     if call.is_kept and call.dtype == "bfloat16":
-        rows = call.batch * call.tokens // 64 + sequences + (11 if call.border > 0 else 0)
-        operand = torch.zeros(rows, HV, 96, 32, dtype=dtype)
+        slots = call.batch * call.tokens // 64 + sequences
+        borders = (slots - 1) // call.range_slots if call.range_slots > 0 else 0
+        operand = torch.zeros(slots + 11 * borders, HV, 96, 32, dtype=dtype)
     return [
         projection[:, :, 0],
         projection[:, :, 1],
@@ -68,7 +70,7 @@ def make_arguments(call: Call) -> list[Any]:
         call.output_dinitial,
         call.segment_chunks,
         operand,
-        call.border,
+        call.range_slots,
     ]
 
 
@@ -185,8 +187,8 @@ def test_plan_reads_offsets_and_clears_every_gradient(product_process):
         "dense_length": -1,
         "sequences": 3,
         "segment_chunks": 5,
-        "chunk_range": 0,
-        "border": 0,
+        "from_slot": 0,
+        "until_slot": 0,
         "base": 0,
     }
     assert_arguments(plan, expected)
@@ -287,7 +289,8 @@ def test_scan_gets_everything(product_process):
         "dfinal": addresses["dfinal"],
         "dinitial": addresses["dinitial"],
         "border_state": rows.arguments["row_scales"],  # any valid address
-        "border_gradient": rows.arguments["row_scales"],
+        "gradient_behind": rows.arguments["row_scales"],
+        "gradient_before": rows.arguments["row_scales"],
         "chunk_slots": SLOTS,
         "segment_slots": 3,
         "rows": 1,
@@ -322,44 +325,54 @@ def test_states_of_segments_are_made_by_a_launch_of_their_own(product_process):
     assert {name for name in makers if makers[name] != outputs[name]} == {"blocks", "makes_states"}
 
 
-# Sequences of 100, 0 and 200 tokens have slots from 0, 2 and 3 on, of 7; chunks in the slots from 4 on have no token below 128.
-IN_TWO = replace(PACKED, border=4)
+# Sequences of 100, 0 and 200 tokens have slots from 0, 2 and 3 on, of 7: ranges are of four and three. Chunks in the slots from 4
+# on have no token below 128.
+IN_TWO = replace(PACKED, range_slots=4)
 
 
-def test_two_ranges_are_the_same_kernels_twice_from_the_later_one_on(product_process):
+def test_ranges_are_the_same_kernels_again_from_the_last_to_the_first(product_process):
     found, _, _ = product_process.run(run, IN_TWO)
     names = ("plan", "rows_bf16", "scan_bf16", "gradients_bf16")
     assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names] * 2
     later, earlier = found[:4], found[4:]
-    ranges = [
-        [launch.arguments[name] for name in ("chunk_range", "border", "base")] for launch in (later[0], earlier[0])
-    ]
-    assert ranges == [[1, 4, 128], [2, 4, 0]]
+    names = ("from_slot", "until_slot", "base")
+    ranges = [[launch.arguments[name] for name in names] for launch in (later[0], earlier[0])]
+    assert ranges == [[4, 0, 128], [0, 4, 0]]
     assert [launch.grid[0] for launch in later] == [3 + 128, 3 * H, 3 * HV * 2 * 2, 132]
     assert [launch.grid[0] for launch in earlier] == [3 + 128, 4 * H, 3 * HV * 2 * 2, 132]
     assert [launch.arguments["segment_chunks"] for launch in (later[0], later[2])] == [(300 - 128) // 64 + 1] * 2
     assert [launch.arguments["segment_chunks"] for launch in (earlier[0], earlier[2])] == [64 * 4 // 64 + 1] * 2
 
 
-def test_ranges_share_scratch_results_and_the_state_between_them(product_process):
+def test_ranges_share_scratch_and_results(product_process):
     found, addresses, _ = product_process.run(run, IN_TWO)
-    counted = {"blocks", "segment_chunks", "chunk_range", "base", "chunk_slots"}
+    counted = {"blocks", "segment_chunks", "from_slot", "until_slot", "base", "chunk_slots"}
+    of_borders = {"solve_desc", "border_state", "gradient_behind", "gradient_before"}
     for later, earlier in zip(found[:4], found[4:], strict=True):
-        for name in later.arguments.keys() - counted:
+        for name in later.arguments.keys() - counted - of_borders:
             one, other = later.arguments[name], earlier.arguments[name]
-            if isinstance(one, TensorMap) and name != "solve_desc":
+            if isinstance(one, TensorMap):
                 assert (one.address, one.box) == (other.address, other.box), name
                 assert one.dims == other.dims or (one.dims[-1], other.dims[-1]) == (3, 4), name
-            elif name != "solve_desc":
+            else:
                 assert one == other, name
     for scan, slot, slots in ((found[2], 4, 3), (found[6], 0, 4)):
         assert scan.arguments["solve_desc"].address == addresses["operand"] + slot * HV * 96 * 32 * 2
         assert scan.arguments["solve_desc"].dims == (32, 96, HV, slots)
-        assert scan.arguments["border_state"] == addresses["operand"] + SLOTS * HV * 96 * 32 * 2
-        assert scan.arguments["border_gradient"] not in (0, scan.arguments["border_state"])
 
 
-def test_segments_of_two_ranges_have_places_for_the_longer_one(product_process):
+def test_states_at_borders_are_those_of_the_forward_and_gradients_go_on_from_range_to_range(product_process):
+    found, addresses, _ = product_process.run(run, replace(PACKED, range_slots=2))
+    scans = [launch.arguments for launch in found[2::4]]
+    assert [launch.arguments["from_slot"] for launch in found[::4]] == [6, 4, 2, 0]
+    kept = addresses["operand"] + SLOTS * HV * 96 * 32 * 2
+    assert [scan["border_state"] for scan in scans[:3]] == [kept + border * HV * 128 * 128 * 4 for border in (2, 1, 0)]
+    for later, earlier in pairwise(scans):
+        assert later["gradient_before"] == earlier["gradient_behind"] != later["gradient_behind"]
+    assert 0 not in (scan[name] for scan in scans for name in ("border_state", "gradient_behind", "gradient_before"))
+
+
+def test_segments_of_ranges_have_places_for_the_longest(product_process):
     found, _, _ = product_process.run(run, replace(IN_TWO, segment_chunks=1))
     names = ("plan", "rows_bf16", "scan_bf16", "scan_bf16", "gradients_bf16")
     assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names] * 2
@@ -368,16 +381,20 @@ def test_segments_of_two_ranges_have_places_for_the_longer_one(product_process):
     assert [found[i].grid[0] for i in (7, 8)] == [places[1] * HV * 2 * makers for makers in (3, 2)]
 
 
-@pytest.mark.parametrize("border", [-1, SLOTS])
-def test_a_border_outside_the_slots_is_refused(product_process, border):
+def test_a_range_of_all_slots_is_the_only_one(product_process):
+    found, _, _ = product_process.run(run, replace(PACKED, range_slots=SLOTS))
+    assert len(found) == 4 and found[0].arguments["until_slot"] == 0
+
+
+def test_a_negative_range_is_refused(product_process):
+    with pytest.raises(RuntimeError, match="range_slots is -1 and must be positive, or 0 for one range"):
+        product_process.run(run, replace(PACKED, range_slots=-1))
+
+
+def test_ranges_without_what_the_forward_keeps_are_refused(product_process):
     with pytest.raises(
-        RuntimeError, match=f"border is {border} and must be one of the 7 slots of chunks but the first"
+        RuntimeError, match="range_slots is 4 and operand is missing, which has the states between ranges"
     ):
-        product_process.run(run, replace(PACKED, border=border))
-
-
-def test_a_border_without_what_the_forward_keeps_is_refused(product_process):
-    with pytest.raises(RuntimeError, match="border is 4 and operand is missing, which has the state there"):
         product_process.run(run, replace(IN_TWO, is_kept=False))
 
 

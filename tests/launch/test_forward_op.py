@@ -35,7 +35,7 @@ class Call:
     output_final_state: bool = True
     segment_chunks: int = 0
     op: str = "sm90_gated_delta_rule_fwd"
-    border: int = 0  # of the op that keeps what the backward can use
+    range_slots: int = 0  # of the op that keeps what the backward can use
 
 
 def make_arguments(call: Call) -> list[Any]:
@@ -59,7 +59,7 @@ def make_arguments(call: Call) -> list[Any]:
         call.state_v_first,
         call.output_final_state,
         call.segment_chunks,
-        *([call.border] if call.op == KEPT else []),
+        *([call.range_slots] if call.op == KEPT else []),
     ]
 
 
@@ -131,37 +131,38 @@ def test_what_the_backward_can_use_is_a_result_of_its_own(product_process):
         product_process.run(run, replace(PACKED, op=KEPT, dtype="float16"))
 
 
-def test_the_state_at_a_border_is_behind_what_the_backward_can_use(product_process):
-    found, addresses, described = product_process.run(run, replace(PACKED, op=KEPT, border=4))
+@pytest.mark.parametrize(("range_slots", "borders"), [(6, 1), (2, 3), (1, 6)])
+def test_states_at_borders_are_behind_what_the_backward_can_use(product_process, range_slots, borders):
+    found, addresses, described = product_process.run(run, replace(PACKED, op=KEPT, range_slots=range_slots))
     assert [launch.kernel for launch in found] == ["factor_kept_bf16_kernel", "recurrence_kept_bf16_kernel"]
-    assert described[2] == ((SLOTS + 11, HV, 96, 32), "torch.bfloat16")
+    assert described[2] == ((SLOTS + 11 * borders, HV, 96, 32), "torch.bfloat16")
     factor, recurrence = (launch.arguments for launch in found)
     assert factor["operand"] == addresses["operand"]
     assert recurrence["operand_desc"].dims == (32, 96, HV, SLOTS)
     assert recurrence["kept"] == addresses["operand"] + SLOTS * HV * 96 * 32 * 2
-    assert recurrence["border"] == 4
+    assert (recurrence["range_slots"], recurrence["chunk_slots"]) == (range_slots, SLOTS)
     [_, plain], _, _ = product_process.run(run, PACKED)
-    assert recurrence.keys() - plain.arguments.keys() == {"kept", "border"}
-    addresses_apart = {
-        name for name, value in plain.arguments.items() if isinstance(value, (int, float)) and value < 2**31
-    }
-    assert all(recurrence[name] == plain.arguments[name] for name in addresses_apart)
+    assert recurrence.keys() - plain.arguments.keys() <= {"kept", "range_slots", "chunk_slots"}
+    numbers = {name for name, value in plain.arguments.items() if isinstance(value, int | float) and value < 2**31}
+    assert all(recurrence[name] == plain.arguments[name] for name in numbers)
 
 
-def test_many_short_sequences_keep_a_state_by_the_kernel_for_long_ones(product_process):
+def test_many_short_sequences_keep_states_by_the_kernel_for_long_ones(product_process):
     short = Call(tokens=64 * 400, batch=1, offsets=tuple(range(0, 64 * 400 + 1, 64)), op=KEPT)
     found, _, _ = product_process.run(run, short)
     assert found[1].kernel == "short_bf16_kernel"
-    found, _, _ = product_process.run(run, replace(short, border=7))
+    found, _, _ = product_process.run(run, replace(short, range_slots=7))
     assert [launch.kernel for launch in found[1:]] == ["recurrence_kept_bf16_kernel"]
 
 
-@pytest.mark.parametrize("border", [-1, SLOTS])
-def test_a_border_outside_the_slots_is_refused(product_process, border):
-    with pytest.raises(
-        RuntimeError, match=f"border is {border} and must be one of the 7 slots of chunks but the first"
-    ):
-        product_process.run(run, replace(PACKED, op=KEPT, border=border))
+def test_a_range_of_all_slots_has_no_border(product_process):
+    found, _, described = product_process.run(run, replace(PACKED, op=KEPT, range_slots=SLOTS))
+    assert found[1].kernel == "recurrence_bf16_kernel" and described[2][0][0] == SLOTS
+
+
+def test_a_negative_range_is_refused(product_process):
+    with pytest.raises(RuntimeError, match="range_slots is -1 and must be positive, or 0 for one range"):
+        product_process.run(run, replace(PACKED, op=KEPT, range_slots=-1))
 
 
 def test_whole_rounds_of_blocks_have_launches_of_their_own(product_process):

@@ -70,24 +70,24 @@ def make_gradients(call: Call, seed=1) -> Gradients:
     return Gradients(torch.randn(*v.shape, generator=generator).to(v.dtype).cuda(), dht.cuda())
 
 
-def kept_by_forward(case, call, border=0):
-    """What the forward of the call leaves to its backward, with the state before the chunk in slot `border`."""
+def kept_by_forward(case, call, range_slots=0):
+    """What the forward of the call leaves to its backward."""
     if case.dtype != torch.bfloat16:
         return None
     forward = load_ops(LIBRARY).sm90_gated_delta_rule_fwd_kept
     options = (case.scale, case.l2norm, case.v_first, False, case.segment)
-    return forward(*call.inputs, call.initial, call.cu_seqlens, *options, border)[2]
+    return forward(*call.inputs, call.initial, call.cu_seqlens, *options, range_slots)[2]
 
 
-def run(backward, case, call, grads, is_kept=True, border=0):
+def run(backward, case, call, grads, is_kept=True, range_slots=0):
     """All gradients; freed memory is full of NaN first, so that what is left unwritten shows.
 
-    border: the first slot of the later of two ranges of chunks that are worked on one after the other, or 0.
+    range_slots: of each range of chunks that are worked on together, or 0 for all.
     """
     poison = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(64)]
     del poison
     v_first = case.v_first
-    operand = kept_by_forward(case, call, border) if is_kept else None
+    operand = kept_by_forward(case, call, range_slots) if is_kept else None
     initial, dht = call.initial, grads.dht.mT.contiguous() if v_first and grads.dht is not None else grads.dht
     *rest, dh0 = backward(
         *call.inputs,
@@ -101,7 +101,7 @@ def run(backward, case, call, grads, is_kept=True, border=0):
         True,
         case.segment,
         operand,
-        border,
+        range_slots,
     )
     return (*rest, dh0.mT if v_first else dh0)
 
@@ -246,20 +246,20 @@ def slots_of(call):
     return call.inputs[0].shape[0] * call.inputs[0].shape[1] // 64 + len(call.spans)
 
 
-def place_of(call, border):
-    """First token of the later range, and the end of the sequence that the border cuts, or that token again if none is cut."""
-    for n, (start, end) in reversed(list(enumerate(call.spans))):
-        first = start // 64 + n
-        if first <= border:
-            token = min(start + 64 * (border - first), end)
-            return token, end if token > start else token
-    return call.spans[0][0], call.spans[0][0]
+def behind_borders(call, range_slots):
+    """Whether a border lies between the token and its sequence's first, for each token."""
+    behind = torch.zeros(call.inputs[0].shape[0] * call.inputs[0].shape[1], dtype=torch.bool, device="cuda")
+    for border in range(range_slots, slots_of(call), range_slots):
+        for n, (start, end) in enumerate(call.spans):
+            token = start + 64 * (border - start // 64 - n)
+            if start < token < end:
+                behind[token:end] = True
+    return behind
 
 
 UNCUT = 1 << 25
-BORDERS = Case(
-    "borders", lengths=(0, 65, 700, 1, 64, 0, 171, 448, 0), heads=(2, 6), gates="slow", l2norm=True, unused=70
-)
+LENGTHS = (0, 65, 700, 1, 64, 0, 171, 448, 0)
+BORDERS = Case("borders", lengths=LENGTHS, heads=(2, 6), gates="slow", l2norm=True, unused=70)
 
 
 @pytest.mark.parametrize(
@@ -274,66 +274,65 @@ BORDERS = Case(
     ids=["packed", "from-zero", "turned", "one", "dense"],
 )
 @pytest.mark.parametrize("has_dht", [True, False])
-def test_chunks_in_two_ranges_give_what_they_give_in_one(backward, case, has_dht):
-    """To the bit, but for what depends on the state before the border, which comes from the forward and its roundings."""
+def test_chunks_in_ranges_give_what_they_give_together(backward, case, has_dht):
+    """To the bit, but for what depends on the states at borders, which come from the forward and its roundings."""
     case = dataclasses.replace(case, segment=UNCUT)
     call = make_call(case)
     grads = make_gradients(call)
     grads = grads if has_dht else dataclasses.replace(grads, dht=None)
     whole = run(backward, case, call, grads)
-    for border in range(1, slots_of(call)):
-        first, end = place_of(call, border)
-        parts = run(backward, case, call, grads, border=border)
+    for range_slots in range(1, slots_of(call) + 1):
+        behind = behind_borders(call, range_slots)
+        parts = run(backward, case, call, grads, range_slots=range_slots)
         for name, one, other in zip(NAMES, whole, parts, strict=True):
-            assert torch.isfinite(other).all(), (border, name)
+            assert torch.isfinite(other).all(), (range_slots, name)
             if name in ("dv", "dh0"):
-                assert torch.equal(one, other), (border, name)
+                assert torch.equal(one, other), (range_slots, name)
                 continue
             one, other = one.flatten(0, 1), other.flatten(0, 1)
-            for rows in (slice(0, first), slice(end, None)):
-                assert torch.equal(one[rows], other[rows]), (border, name)
-            if one[first:end].any():
-                assert relative([other[first:end]], [one[first:end].double()]) <= LIMITS[name], (border, name)
+            assert torch.equal(one[~behind], other[~behind]), (range_slots, name)
+            if one[behind].any():
+                assert relative([other[behind]], [one[behind].double()]) <= LIMITS[name], (range_slots, name)
 
 
-def cases_with_borders():
-    for border in (2, 5, 9, 14):
-        yield dataclasses.replace(BORDERS, id=f"packed-{border}"), border
-        yield dataclasses.replace(BORDERS, id=f"links-{border}", gates="none", segment=2), border
-        yield dataclasses.replace(BORDERS, id=f"replays-{border}", gates="one", segment=1, v_first=True), border
+def cases_with_ranges():
+    for slots in (3, 7, 14, 20):
+        yield dataclasses.replace(BORDERS, id=f"packed-{slots}"), slots
+        yield dataclasses.replace(BORDERS, id=f"links-{slots}", gates="none", segment=2), slots
+        yield dataclasses.replace(BORDERS, id=f"replays-{slots}", gates="one", segment=1, v_first=True), slots
     for heads in ((1, 1), (2, 4), (1, 3), (2, 8)):
         yield Case(f"one-HV{heads[1]}-of-H{heads[0]}", tokens=530, heads=heads, gates="mild"), 4
     yield Case("dense", tokens=300, batch=3, gates="slow", initial=None), 8
     yield Case("strided", tokens=300, batch=2, strided=True, l2norm=True), 6
 
 
-@pytest.mark.parametrize(("case", "border"), cases_with_borders(), ids=lambda x: getattr(x, "id", None))
-def test_gradients_in_two_ranges_match_the_recurrence(backward, case, border):
+@pytest.mark.parametrize(("case", "range_slots"), cases_with_ranges(), ids=lambda x: getattr(x, "id", None))
+def test_gradients_in_ranges_match_the_recurrence(backward, case, range_slots):
     call = make_call(case)
     grads = make_gradients(call)
-    results = run(backward, case, call, grads, border=border)
+    results = run(backward, case, call, grads, range_slots=range_slots)
     assert all(torch.isfinite(result).all() for result in results)
 
     def redraw(seed):
         call = make_call(case, seed)
         grads = make_gradients(call, seed + 1)
-        return call, grads, run(backward, case, call, grads, border=border)
+        return call, grads, run(backward, case, call, grads, range_slots=range_slots)
 
     judge(case, call, grads, results, redraw)
 
 
 @pytest.mark.parametrize("segment", [0, 1])
-def test_one_graph_of_two_ranges_serves_other_lengths(backward, segment):
+@pytest.mark.parametrize("range_slots", [3, 7])
+def test_one_graph_of_ranges_serves_other_lengths(backward, segment, range_slots):
     case = Case("graph", lengths=(400, 163, 0, 137), l2norm=True, segment=segment)
     call = make_call(case)
     grads = make_gradients(call)
-    border = slots_of(call) // 2
     forward = load_ops(LIBRARY).sm90_gated_delta_rule_fwd_kept
 
     def both():
         inputs = (*call.inputs, call.initial, call.cu_seqlens)
-        operand = forward(*inputs, case.scale, True, False, False, segment, border)[2]
-        return backward(*inputs, grads.do, grads.dht, case.scale, True, False, True, segment, operand, border)
+        operand = forward(*inputs, case.scale, True, False, False, segment, range_slots)[2]
+        return backward(*inputs, grads.do, grads.dht, case.scale, True, False, True, segment, operand, range_slots)
 
     both()
     torch.cuda.synchronize()
@@ -348,14 +347,13 @@ def test_one_graph_of_two_ranges_serves_other_lengths(backward, segment):
 
 
 @pytest.mark.parametrize("gates", ["mild", "none"])
-def test_two_ranges_repeat_bit_for_bit(backward, gates):
+def test_ranges_repeat_bit_for_bit(backward, gates):
     case = Case("repeat", heads=(16, 64), lengths=(1000, 1, 999, 2048), gates=gates, l2norm=True)
     call = make_call(case)
     grads = make_gradients(call)
-    border = slots_of(call) // 2
-    results = run(backward, case, call, grads, border=border)
+    results = run(backward, case, call, grads, range_slots=20)
     for _ in range(10):
-        again = run(backward, case, call, grads, border=border)
+        again = run(backward, case, call, grads, range_slots=20)
         assert all(torch.equal(one, other) for one, other in zip(results, again, strict=True))
 
 

@@ -19,16 +19,16 @@ STATES_OF_CHUNK = 2 * 128 * 128 * 2
 SLAB_CHUNK_HEADS = 512
 
 
-def border_slot(num_tokens: int, num_sequences: int, num_v_heads: int) -> int:
-    """The first slot of chunks of the later range of an SM90 backward, or 0 for one range.
+def range_slots(num_tokens: int, num_sequences: int, num_v_heads: int) -> int:
+    """Slots of chunks that an SM90 backward takes at once, or 0 for all.
 
-    Slots are those of the kernels, num_tokens // 64 + num_sequences. The forward has to keep the state there; that of many
-    short sequences cannot, and is not asked to.
+    Slots are those of the kernels, num_tokens // 64 + num_sequences. The forward has to keep the states between ranges; its
+    kernel for many short sequences cannot, and they are taken at once.
     """
     slots = num_tokens // 64 + num_sequences
     if slots * num_v_heads * STATES_OF_CHUNK <= STATES_AT_ONCE or num_tokens <= 64 * num_sequences:
         return 0
-    return slots // 2
+    return (slots + 1) // 2
 
 
 def chunk_length(num_tokens: int, chunk_size: int) -> int:

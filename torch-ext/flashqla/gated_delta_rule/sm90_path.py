@@ -7,12 +7,12 @@ from torch import Tensor
 
 from .._ops import ops
 from ..library import call_op
-from .plan import PLANS, border_slot
+from .plan import PLANS, range_slots
 
 CHUNK = 64  # tokens of a chunk of the kernels
 RESIDUAL_DTYPE = torch.bfloat16  # of what a forward keeps, and of the inputs of one that keeps anything
 TRIANGLE = [96, 32]  # three quarters of a chunk's lower triangular [64, 64] tile
-BORDER_SLOTS = 11  # of such tiles, which hold a state in float32
+BORDER_SLOTS = 11  # of such tiles, which hold the states between two ranges of the backward in float32
 
 
 def forward(
@@ -31,8 +31,8 @@ def forward(
     """o [B, T, HV, 128], final state [N, HV, 128, 128] float32, and residuals of `residual_shape` if they are to be saved."""
     arguments = (q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, False, True)
     if save_for_backward and q.dtype == RESIDUAL_DTYPE:
-        border = border_slot(*_sizes(q, v, cu_seqlens))
-        return call_op(ops.sm90_gated_delta_rule_fwd_kept, *arguments, PLANS[plan], border)
+        ranges = range_slots(*_sizes(q, v, cu_seqlens))
+        return call_op(ops.sm90_gated_delta_rule_fwd_kept, *arguments, PLANS[plan], ranges)
     o, final_state = call(*arguments, plan)
     return o, final_state, final_state.new_empty(0)
 
@@ -40,13 +40,13 @@ def forward(
 def residual_shape(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> List[int]:
     """Shape of what a forward keeps: the solve of each chunk in bfloat16, which the backward uses as it is.
 
-    Behind them, where the backward takes two ranges of chunks, the state between them, [HV, V, K] in float32. Nothing in float16, whose backward wants another form and makes it itself, as it does where there is nothing.
+    Behind them, where the backward takes several ranges of chunks, the states between them, [HV, V, K] in float32. Nothing in float16, whose backward wants another form and makes it itself, as it does where there is nothing.
     """
     if q.dtype != RESIDUAL_DTYPE:
         return [0]
     tokens, sequences, v_heads = _sizes(q, v, cu_seqlens)
-    rows = tokens // CHUNK + sequences
-    return [rows + BORDER_SLOTS if border_slot(tokens, sequences, v_heads) else rows, v_heads, *TRIANGLE]
+    slots, ranges = tokens // CHUNK + sequences, range_slots(tokens, sequences, v_heads)
+    return [slots + (BORDER_SLOTS * ((slots - 1) // ranges) if ranges else 0), v_heads, *TRIANGLE]
 
 
 def _sizes(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> Tuple[int, int, int]:
@@ -123,7 +123,7 @@ def backward(
         initial_state is not None,
         PLANS["off" if q.dtype == torch.float16 else plan],  # no GPU has judged segments in float16 yet
         residuals if residuals.numel() else None,
-        border_slot(*_sizes(q, v, cu_seqlens)) if residuals.numel() else 0,
+        range_slots(*_sizes(q, v, cu_seqlens)) if residuals.numel() else 0,
     )
     return dq, dk, dv, _converted(dg, g), _converted(dbeta, beta), dh0
 

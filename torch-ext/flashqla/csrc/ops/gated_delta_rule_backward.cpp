@@ -2,8 +2,8 @@
 // their arguments). Of the forward it takes the inputs and, in bfloat16, the operand of each chunk, which it makes itself
 // where it is missing; states are computed again, chunk by chunk.
 //
-// With a border the same kernels run twice on the same scratch: for the chunks from slot `border` on, from the state that the
-// forward has kept of it, and then for those before, with the gradient of that state.
+// With `range_slots` the same kernels run for one range of so many slots of chunks after the other, on the same scratch, from the
+// last to the first: each from the states that the forward has kept of the border before it, with the gradients of those behind.
 #include "../generated/launchers.h"
 #include "../runtime/registration.h"
 #include "../runtime/tensor.h"
@@ -25,8 +25,7 @@ constexpr int32_t NO_DENSE_LENGTH = -1;
 
 // Chunks that are worked on together: those of some slots, which the kernels count from the first of them on.
 struct Range {
-  enum Kind : int32_t { WHOLE, LATER, EARLIER };  // as in flashqla_hub/kernels/backward_plan.py
-  Kind kind;
+  int64_t index;
   int64_t first_slot;
   int64_t slots;
   int64_t first_token;  // or an earlier one
@@ -40,8 +39,10 @@ struct Sizes {
   int64_t sequences;  // N
   int64_t slots;
   int32_t dense_length;  // tokens of each sequence, or NO_DENSE_LENGTH
-  Range ranges[2];       // in the order in which they are worked on
-  int range_count;
+  int64_t range_slots;   // of each range but the last, which may have fewer; all slots if there is only one
+  int64_t ranges;
+
+  Range range(int64_t index, int64_t segment_chunks, int64_t multiprocessors) const;
 };
 
 struct Arguments {
@@ -49,7 +50,7 @@ struct Arguments {
   double scale;
   bool use_l2norm, state_v_first, output_dinitial;
   int64_t segment_chunks;
-  int64_t border;  // first slot of the later of two ranges, or 0
+  int64_t range_slots;  // 0 for one range
 
   explicit Arguments(StableIValue* stack) {
     q.take(stack[0]);
@@ -67,7 +68,7 @@ struct Arguments {
     output_dinitial = as_bool(stack[12]);
     segment_chunks = as_int(stack[13]);
     operand.take_optional(stack[14]);
-    border = as_int(stack[15]);
+    range_slots = as_int(stack[15]);
     q.read("q");
     k.read("k");
     v.read("v");
@@ -103,36 +104,23 @@ void check_arguments(Arguments& arguments) {
                  static_cast<long long>(arguments.segment_chunks));
 }
 
-// Half of the sequences are in either of two ranges, more or less; all have places for segments.
-SegmentPlan plan_segments_of(const Arguments& arguments, const Sizes& sizes, int64_t tokens, bool is_part) {
-  const int64_t longest = sizes.dense_length == NO_DENSE_LENGTH ? sizes.tokens : sizes.dense_length;
-  const int64_t sequences = is_part ? (sizes.sequences + 1) / 2 : sizes.sequences;
-  SegmentPlan plan =
-      plan_backward_segments(arguments.segment_chunks, tokens, longest < tokens ? longest : tokens, sequences,
-                             sizes.v_heads, device_properties(arguments.q.view().device).multiprocessors);
-  plan.slots += sizes.sequences - sequences;
-  return plan;
-}
-
-void divide(const Arguments& arguments, Sizes& sizes) {
-  const int64_t border = arguments.border;
-  if (border == 0) {
-    const SegmentPlan plan = plan_segments_of(arguments, sizes, sizes.tokens, false);
-    sizes.ranges[sizes.range_count++] = {Range::WHOLE, 0, sizes.slots, 0, plan};
-    return;
-  }
+// Sequences have places for segments in every range, but each range has only its share of them, more or less.
+Range Sizes::range(int64_t index, int64_t segment_chunks, int64_t multiprocessors) const {
+  const int64_t first = index * range_slots, end = index == ranges - 1 ? slots : first + range_slots;
   // A chunk in slot s of sequence n has token 64 (s - n) or one of the 63 behind it.
-  const int64_t first = border >= sizes.sequences ? CHUNK * (border - sizes.sequences + 1) : 0;
-  const int64_t before = CHUNK * border < sizes.tokens ? CHUNK * border : sizes.tokens;
-  const SegmentPlan later = plan_segments_of(arguments, sizes, sizes.tokens - first, true);
-  const SegmentPlan earlier = plan_segments_of(arguments, sizes, before, true);
-  sizes.ranges[sizes.range_count++] = {Range::LATER, border, sizes.slots - border, first, later};
-  sizes.ranges[sizes.range_count++] = {Range::EARLIER, 0, border, 0, earlier};
+  const int64_t first_token = first >= sequences ? CHUNK * (first - sequences + 1) : 0;
+  const int64_t end_token = index == ranges - 1 || CHUNK * end > tokens ? tokens : CHUNK * end;
+  const int64_t part = end_token - first_token, whole = dense_length == NO_DENSE_LENGTH ? tokens : dense_length;
+  const int64_t share = (sequences + ranges - 1) / ranges;
+  SegmentPlan segments =
+      plan_backward_segments(segment_chunks, part, whole < part ? whole : part, share, v_heads, multiprocessors);
+  segments.slots += sequences - share;
+  return {index, first, end - first, first_token, segments};
 }
 
 Sizes read_sizes(Arguments& arguments) {
   const TensorView &q = arguments.q.view(), &v = arguments.v.view();
-  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, {}, 0};
+  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, 0, 1};
   require_int32(sizes.tokens, OP, "the number of tokens");
   if (arguments.cu_seqlens.has_value()) {
     require_offsets(arguments.cu_seqlens, q);
@@ -143,14 +131,17 @@ Sizes read_sizes(Arguments& arguments) {
   }
   sizes.slots = sizes.tokens / CHUNK + sizes.sequences;
   require_int32(sizes.slots * sizes.v_heads, OP, "the number of chunks times value heads");
-  require_border(arguments.border, sizes.slots);
-  FLASHQLA_CHECK(arguments.border == 0 || arguments.operand.has_value(),
-                 "border is %lld and operand is missing, which has the state there; hand over what the forward returned, or 0.",
-                 static_cast<long long>(arguments.border));
-  divide(arguments, sizes);
-  for (int i = 0; i < sizes.range_count; i++) {
-    require_int32(sizes.ranges[i].segments.slots * sizes.v_heads * HALVES * MAKERS, OP,
-                  "six times the segments times value heads");
+  require_range(arguments.range_slots);
+  sizes.range_slots = arguments.range_slots > 0 ? arguments.range_slots : sizes.slots;
+  sizes.ranges = borders_of(arguments.range_slots, sizes.slots) + 1;
+  FLASHQLA_CHECK(sizes.ranges == 1 || arguments.operand.has_value(),
+                 "range_slots is %lld and operand is missing, which has the states between ranges; hand over what the forward "
+                 "returned, or 0.",
+                 static_cast<long long>(arguments.range_slots));
+  const int64_t multiprocessors = device_properties(q.device).multiprocessors;
+  for (int64_t i = 0; i < sizes.ranges; i++) {
+    require_int32(sizes.range(i, arguments.segment_chunks, multiprocessors).segments.slots * sizes.v_heads * HALVES * MAKERS,
+                  OP, "six times the segments times value heads");
   }
   const ArgumentTensor* const states[] = {&arguments.initial_state, &arguments.dht};
   for (const ArgumentTensor* state : states) {
@@ -161,7 +152,7 @@ Sizes read_sizes(Arguments& arguments) {
     FLASHQLA_CHECK(is_bfloat16(q), "operand is given, which the SM90 backward takes in bfloat16 only; leave it out.");
     check_same_device(operand, q);
     require_tensor(operand, OP, q.dtype, 4, q.device);
-    const int64_t rows = sizes.slots + slots_of_border(arguments.border);
+    const int64_t rows = sizes.slots + slots_of_borders(sizes.ranges - 1);
     const int64_t expected[] = {rows, sizes.v_heads, TRIANGLE_ROWS, HALF_CHUNK};
     for (int axis = 0; axis < 4; axis++) require_size(operand, OP, axis, expected[axis]);
     FLASHQLA_CHECK(operand.is_contiguous(), "operand is not contiguous; hand it over as the forward returned it.");
@@ -230,8 +221,8 @@ class Backward {
     const bool has_initial = arguments_.initial_state.has_value(), has_dfinal = arguments_.dht.has_value();
     inputs.initial = has_initial ? as_contiguous_float32(arguments_.initial_state, initial_copy).data : unused;
     inputs.dfinal = has_dfinal ? as_contiguous_float32(arguments_.dht, dfinal_copy).data : unused;
-    for (int i = 0; i < sizes_.range_count; i++) {
-      const Range& range = sizes_.ranges[i];
+    for (int64_t i = sizes_.ranges - 1; i >= 0; i--) {
+      const Range range = range_of(i);
       const Scratch part = scratch_of(scratch, range);
       launch_plan_kernel(range, part);
       launch_kernels_of_rows(range, inputs, part);
@@ -252,16 +243,21 @@ class Backward {
     TensorView errors, states, dstates, solve;
     TensorView decay, key_norm;  // of the forward's kernel, and not used, if it makes the solve
     TensorView segment_states, transitions, reach, forgets;
-    TensorView border_state, border_gradient;  // before the first chunk of the later range
+    TensorView border_state, gradient_before, gradient_behind;  // where a range begins, there, and where it ends
   };
 
-  // The most of either range, since they take turns.
+  Range range_of(int64_t index) const {
+    const int32_t device = arguments_.q.view().device;
+    return sizes_.range(index, arguments_.segment_chunks, device_properties(device).multiprocessors);
+  }
+
+  // As much as any range needs, since they take turns.
   void add_arrays(Workspace& workspace, Scratch& scratch) {
     const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
     const int32_t dtype = arguments_.q.view().dtype;
     int64_t slots = 0, segment_slots = 0, cut = 1;  // one for maps that are made in any case
-    for (int i = 0; i < sizes_.range_count; i++) {
-      const Range& range = sizes_.ranges[i];
+    for (int64_t i = 0; i < sizes_.ranges; i++) {
+      const Range range = range_of(i);
       slots = max(slots, range.slots);
       segment_slots = max(segment_slots, range.segments.slots);
       cut = max(cut, rows_of_links(range));
@@ -287,8 +283,9 @@ class Backward {
                   device);
     workspace.add(scratch.reach, "reach", {cut, STATE_DIM}, float32, device);
     workspace.add(scratch.forgets, "forgets", {cut, DIRECTIONS}, int32, device);
-    if (arguments_.border > 0) {
-      workspace.add(scratch.border_gradient, "border_gradient", {v_heads, STATE_DIM * STATE_DIM}, float32, device);
+    if (sizes_.ranges > 1) {
+      workspace.add(scratch.gradient_before, "gradient_before", {v_heads, STATE_DIM * STATE_DIM}, float32, device);
+      workspace.add(scratch.gradient_behind, "gradient_behind", {v_heads, STATE_DIM * STATE_DIM}, float32, device);
     }
   }
 
@@ -304,13 +301,17 @@ class Backward {
     if (arguments_.operand.has_value()) {
       part.solve = chunks_of_operand(arguments_.operand.view(), range.first_slot, range.slots);
     }
-    if (arguments_.border > 0) {
-      part.border_state = border_of_operand(arguments_.operand.view(), sizes_.slots);
-    } else {
-      void* const unused = scratch.rows.data;
-      part.border_state = as_border("border_state", unused, sizes_.v_heads, scope_.index());
-      part.border_gradient = as_border("border_gradient", unused, sizes_.v_heads, scope_.index());
+    void* const unused = scratch.rows.data;
+    if (sizes_.ranges == 1) {
+      part.gradient_before = part.gradient_behind =
+          as_border("a gradient at a border", unused, sizes_.v_heads, scope_.index());
+    } else if (range.index % 2 == 1) {  // what one range leaves before it, the next one finds behind it
+      part.gradient_before = scratch.gradient_behind;
+      part.gradient_behind = scratch.gradient_before;
     }
+    void* const border = range.index > 0 ? border_of_operand(arguments_.operand.view(), sizes_.slots, range.index - 1)
+                                         : unused;
+    part.border_state = as_border("a state at a border", border, sizes_.v_heads, scope_.index());
     return part;
   }
 
@@ -326,8 +327,9 @@ class Backward {
                          as_words(dq_, key_words), as_words(dk_, key_words), as_words(dv_, value_words),
                          as_words(dg_, sizes_.v_heads), as_words(dbeta_, sizes_.v_heads), words_per_entry(),
                          sizes_.dense_length, static_cast<int32_t>(sizes_.sequences),
-                         static_cast<int32_t>(range.segments.chunks), range.kind,
-                         static_cast<int32_t>(arguments_.border), static_cast<int32_t>(range.first_token));
+                         static_cast<int32_t>(range.segments.chunks), static_cast<int32_t>(range.first_slot),
+                         static_cast<int32_t>(range.index == sizes_.ranges - 1 ? 0 : range.first_slot + range.slots),
+                         static_cast<int32_t>(range.first_token));
   }
 
   void launch_kernels_of_rows(const Range& range, const Inputs& inputs, const Scratch& scratch) {
@@ -361,8 +363,8 @@ class Backward {
              scratch.rows, scratch.pairs, scratch.bound, scratch.segments, as_states("initial_state", inputs.initial),
              as_states("dht", inputs.dfinal), scratch.segment_states, scratch.transitions, scratch.reach,
              scratch.forgets, scratch.errors, scratch.states, scratch.dstates, as_token_rows(dv_.view()),
-             as_states("dh0", dinitial), scratch.border_state, scratch.border_gradient,
-             arguments_.initial_state.has_value(), arguments_.dht.has_value(), arguments_.output_dinitial,
+             as_states("dh0", dinitial), scratch.border_state, scratch.gradient_behind,
+             scratch.gradient_before, arguments_.initial_state.has_value(), arguments_.dht.has_value(), arguments_.output_dinitial,
              arguments_.state_v_first, static_cast<int32_t>(range.segments.chunks), makes_states, range.segments.links,
              static_cast<int32_t>(blocks));
     }
@@ -416,7 +418,7 @@ void run(StableIValue* stack, uint64_t, uint64_t) {
 const OpRegistration registration(
     "sm90_gated_delta_rule_bwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
     "Tensor? cu_seqlens, Tensor do, Tensor? dht, float scale, bool use_qk_l2norm, bool state_v_first, "
-    "bool output_dinitial, int segment_chunks, Tensor? operand=None, int border=0) "
+    "bool output_dinitial, int segment_chunks, Tensor? operand=None, int range_slots=0) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dh0)",
     "sm90_gated_delta_rule_bwd", run);
 

@@ -10,7 +10,7 @@ namespace flashqla {
 
 constexpr int64_t STATE_DIM = 128;      // K = V
 constexpr int64_t TRIANGLE_ROWS = 96, HALF_CHUNK = 32;  // of a tile without its upper right quarter
-constexpr int64_t BORDER_SLOTS = 11;  // of the operand, which hold the states of a border
+constexpr int64_t BORDER_SLOTS = 11;  // of the operand, which hold the states at a border
 static_assert(BORDER_SLOTS * TRIANGLE_ROWS * HALF_CHUNK * 2 >= STATE_DIM * STATE_DIM * 4, "a state is in float32");
 constexpr int64_t TMA_ALIGNMENT = 16, TMA_ROW_ELEMENTS = 8;  // bytes, and elements of 16 bits that make them
 
@@ -135,15 +135,18 @@ inline TensorView as_token_rows(const TensorView& tensor) {
   return view;
 }
 
-// What a forward keeps for its backward, [slots, HV, 96, 32] in 16 bits: the operand of each chunk and, if the backward takes two
-// ranges of chunks, behind them the state before the first chunk of the second, float32 [HV, V, K].
-inline int64_t slots_of_border(int64_t border) { return border > 0 ? BORDER_SLOTS : 0; }
-
-inline void require_border(int64_t border, int64_t slots) {
-  FLASHQLA_CHECK(border >= 0 && (border == 0 || border < slots),
-                 "border is %lld and must be one of the %lld slots of chunks but the first, or 0 for none.",
-                 static_cast<long long>(border), static_cast<long long>(slots));
+// What a forward keeps for its backward, [slots, HV, 96, 32] in 16 bits: the operand of each chunk and, if the backward takes
+// ranges of chunks one after the other, behind them the states before each range but the first, float32 [HV, V, K].
+inline void require_range(int64_t range_slots) {
+  FLASHQLA_CHECK(range_slots >= 0, "range_slots is %lld and must be positive, or 0 for one range.",
+                 static_cast<long long>(range_slots));
 }
+
+inline int64_t borders_of(int64_t range_slots, int64_t slots) {
+  return range_slots > 0 && slots > 0 ? (slots - 1) / range_slots : 0;
+}
+
+inline int64_t slots_of_borders(int64_t borders) { return borders * BORDER_SLOTS; }
 
 inline TensorView chunks_of_operand(const TensorView& operand, int64_t first_slot, int64_t slots) {
   const int64_t bytes_of_slot = operand.size[1] * TRIANGLE_ROWS * HALF_CHUNK * 2;
@@ -151,12 +154,13 @@ inline TensorView chunks_of_operand(const TensorView& operand, int64_t first_slo
                          operand.device, {slots, operand.size[1], TRIANGLE_ROWS, HALF_CHUNK});
 }
 
-inline TensorView as_border(const char* name, void* data, int64_t v_heads, int32_t device) {
-  return contiguous_view(name, data, aoti_torch_dtype_float32(), device, {v_heads, STATE_DIM * STATE_DIM});
+inline void* border_of_operand(const TensorView& operand, int64_t slots, int64_t border) {
+  const int64_t bytes_of_border = operand.size[1] * STATE_DIM * STATE_DIM * 4;
+  return static_cast<char*>(chunks_of_operand(operand, slots, 0).data) + border * bytes_of_border;
 }
 
-inline TensorView border_of_operand(const TensorView& operand, int64_t slots) {
-  return as_border("border_state", chunks_of_operand(operand, slots, 0).data, operand.size[1], operand.device);
+inline TensorView as_border(const char* name, void* data, int64_t v_heads, int32_t device) {
+  return contiguous_view(name, data, aoti_torch_dtype_float32(), device, {v_heads, STATE_DIM * STATE_DIM});
 }
 
 // The argument itself when it is contiguous float32, else a copy that is.

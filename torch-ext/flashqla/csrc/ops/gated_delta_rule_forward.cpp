@@ -1,6 +1,6 @@
 // sm90_gated_delta_rule_fwd: the gated delta rule, forward, on the kernels of flashqla_hub/kernels (see its README for
 // their arguments). sm90_gated_delta_rule_fwd_kept also returns what the backward can use of it: the operand of each chunk and, for
-// a backward in two ranges, the state before the chunk in slot `border`. Chunks and segments live in slots, first_slot(n) =
+// a backward in ranges of `range_slots` chunks each, the states between them. Chunks and segments live in slots, first_slot(n) =
 // cu_seqlens[n] / step + n, so that no kernel needs a host round trip.
 #include "../generated/launchers.h"
 #include "../runtime/registration.h"
@@ -23,7 +23,8 @@ struct Sizes {
   int64_t slots;
   int32_t dense_length;  // tokens of each sequence, or NO_DENSE_LENGTH
   SegmentPlan segments;
-  bool are_short;  // whether the kernel for short sequences takes the place of the recurrence
+  bool are_short;   // whether the kernel for short sequences takes the place of the recurrence
+  int64_t borders;  // between ranges of the backward, whose states are kept
 };
 
 struct Arguments {
@@ -31,9 +32,9 @@ struct Arguments {
   double scale;
   bool use_l2norm, state_v_first, output_final_state;
   int64_t segment_chunks;
-  int64_t border;  // 0 for none
+  int64_t range_slots;  // of the backward; 0 for one range
 
-  Arguments(StableIValue* stack, bool has_border) {
+  Arguments(StableIValue* stack, bool has_ranges) {
     q.take(stack[0]);
     k.take(stack[1]);
     v.take(stack[2]);
@@ -46,7 +47,7 @@ struct Arguments {
     state_v_first = as_bool(stack[9]);
     output_final_state = as_bool(stack[10]);
     segment_chunks = as_int(stack[11]);
-    border = has_border ? as_int(stack[12]) : 0;
+    range_slots = has_ranges ? as_int(stack[12]) : 0;
     q.read("q");
     k.read("k");
     v.read("v");
@@ -77,7 +78,7 @@ void check_arguments(Arguments& arguments) {
 
 Sizes read_sizes(Arguments& arguments) {
   const TensorView &q = arguments.q.view(), &v = arguments.v.view();
-  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, {}, false};
+  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, {}, false, 0};
   require_int32(sizes.tokens, "the SM90 forward", "the number of tokens");
   if (arguments.cu_seqlens.has_value()) {
     require_offsets(arguments.cu_seqlens, q);
@@ -93,8 +94,9 @@ Sizes read_sizes(Arguments& arguments) {
                                  device_properties(q.device).multiprocessors);
   require_int32(3 * sizes.segments.slots * sizes.v_heads, "the SM90 forward",
                 "the number of segments times value heads");
-  require_border(arguments.border, sizes.slots);
-  sizes.are_short = arguments.segment_chunks == 0 && !sizes.segments.has_cuts && arguments.border == 0 &&
+  require_range(arguments.range_slots);
+  sizes.borders = borders_of(arguments.range_slots, sizes.slots);
+  sizes.are_short = arguments.segment_chunks == 0 && !sizes.segments.has_cuts && sizes.borders == 0 &&
                     are_short(sizes.tokens, sizes.sequences, sizes.heads, device_properties(q.device).multiprocessors);
   if (arguments.initial_state.has_value()) {
     const TensorView& state = arguments.initial_state.view();
@@ -137,7 +139,7 @@ class Forward {
                           scope_.index());
     if (!keeps_operand_) return;
     operand_.allocate("operand",
-                      {sizes_.slots + slots_of_border(arguments_.border), sizes_.v_heads, TRIANGLE_ROWS, HALF_CHUNK},
+                      {sizes_.slots + slots_of_borders(sizes_.borders), sizes_.v_heads, TRIANGLE_ROWS, HALF_CHUNK},
                       v.dtype, scope_.index());
   }
 
@@ -227,9 +229,9 @@ class Forward {
   // Of the blocks that make states and of those that make outputs behind them, `blocks` from `first_block` on.
   void launch_recurrence_kernel(const Intermediates& between, void* initial, void* final_state, int64_t first_block,
                                 int64_t blocks) {
-    const auto launch = has_border() ? launch_recurrence_kept_bf16
-                        : is_bfloat16() ? launch_recurrence_bf16
-                                        : launch_recurrence_fp16;
+    const auto launch = sizes_.borders > 0 ? launch_recurrence_kept_bf16
+                        : is_bfloat16()    ? launch_recurrence_bf16
+                                           : launch_recurrence_fp16;
     launch_items(launch, between, initial, final_state, first_block, blocks);
   }
 
@@ -238,17 +240,18 @@ class Forward {
                     int64_t blocks) {
     const SegmentPlan& segments = sizes_.segments;
     void* const unused = between.decay.data;  // any valid address: only the kernel for training looks at it
-    const TensorView border_state = has_border() ? border_of_operand(operand_.view(), sizes_.slots)
-                                                 : as_border("border_state", unused, sizes_.v_heads, scope_.index());
+    void* const borders = sizes_.borders > 0 ? border_of_operand(operand_.view(), sizes_.slots, 0) : unused;
+    const TensorView kept = contiguous_view("states at borders", borders, aoti_torch_dtype_float32(), scope_.index(),
+                                            {sizes_.borders, sizes_.v_heads, STATE_DIM * STATE_DIM});
     launch(scope_, as_token_rows(arguments_.q.view()), as_token_rows(arguments_.k.view()),
            as_token_rows(arguments_.v.view()), between.operand, between.decay, between.key_norm,
            between.bound, offset_words(), as_states("initial_state", initial), between.states, between.transitions,
            between.ready, between.reach, as_token_rows(o_.view()), as_states("final_state", final_state),
-           border_state, static_cast<float>(arguments_.scale), arguments_.use_l2norm,
+           kept, static_cast<float>(arguments_.scale), arguments_.use_l2norm,
            arguments_.initial_state.has_value(), arguments_.output_final_state, arguments_.state_v_first,
            words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences),
            static_cast<int32_t>(segments.chunks), static_cast<int32_t>(segments.replay),
-           static_cast<int32_t>(arguments_.border), static_cast<int32_t>(first_block), static_cast<int32_t>(blocks));
+           static_cast<int32_t>(arguments_.range_slots), static_cast<int32_t>(first_block), static_cast<int32_t>(blocks));
   }
 
   // Tokens of the longest sequence, or a bound.
@@ -270,7 +273,6 @@ class Forward {
     return contiguous_view(gate.name, gate.data, gate.dtype, gate.device, {sizes_.tokens, sizes_.v_heads});
   }
 
-  bool has_border() const { return arguments_.border > 0; }
   bool is_bfloat16() const { return arguments_.q.view().dtype == aoti_torch_dtype_bfloat16(); }
 
   const Arguments& arguments_;
@@ -308,7 +310,7 @@ const OpRegistration registration(
 const OpRegistration kept_registration(
     "sm90_gated_delta_rule_fwd_kept(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
     "Tensor? cu_seqlens, float scale, bool use_qk_l2norm, bool state_v_first, bool output_final_state, "
-    "int segment_chunks, int border=0) "
+    "int segment_chunks, int range_slots=0) "
     "-> (Tensor o, Tensor final_state, Tensor operand)",
     "sm90_gated_delta_rule_fwd_kept", run_kept);
 
