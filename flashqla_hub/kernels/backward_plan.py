@@ -1,16 +1,16 @@
 """Plan of a backward: records of chunks and segments from sequence offsets, and zeros where no sequence is.
 
-A backward in several ranges of chunks has a plan for each, from `from_slot` on and before `until_slot`, where 0 is no border.
-Offsets are clipped at the first tokens of those slots, and sequences that have nothing in the range have no segments. The slots
-of the range are counted from its first. A sequence that goes on beyond a border says so in its segments.
+A backward may take its chunks in ranges of `range_slots` slots, one after the other. Each has segments of its own: offsets are
+clipped at the first tokens of its slots, which its segments count from its first, and sequences that have nothing in it have no
+segments there. A sequence that goes on beyond a border says so.
 
 Reads        cu_seqlens as 32-bit words
 Writes       chunks [slots, 4] int32: first token, rows (0 = unused slot), sequence ·
-             segments [segment_slots, 7] int32: first token, tokens, first slot and chunks of the sequence, which sequence,
-             which segment of it (-1 = unused), and beyond which borders it goes on (BORDER_*) ·
-             with the last range: rows of dq dk dv dg dbeta below cu_seqlens[0] and from cu_seqlens[N] on
+             segments [ranges, segment_slots, 7] int32: first token, tokens, first slot and chunks of the sequence, which
+             sequence, which segment of it (-1 = unused), and beyond which borders it goes on (BORDER_*) ·
+             rows of dq dk dv dg dbeta below cu_seqlens[0] and from cu_seqlens[N] on
 
-Blocks       N: a sequence each
+Blocks       ranges * N: a sequence in a range each
              then ZERO_BLOCKS: rows that no sequence has, in turn
 """
 
@@ -58,6 +58,7 @@ def write_chunks(chunks, sequence, first, length, first_slot, lowest_slot, next_
 @T.macro
 def write_segments(
     segments,
+    index_of_range,
     sequence,
     first,
     length,
@@ -78,13 +79,13 @@ def write_segments(
             index = place - first_place
             if T.Or(is_here == 0, T.And(index > 0, index * segment_chunks * CHUNK >= length)):
                 index = -1
-            segments[place, SEGMENT_FIRST_TOKEN] = first
-            segments[place, SEGMENT_TOKENS] = length
-            segments[place, SEGMENT_FIRST_SLOT] = first_slot
-            segments[place, SEGMENT_CHUNKS] = T.truncdiv(length + CHUNK - 1, CHUNK)
-            segments[place, SEGMENT_SEQUENCE] = sequence
-            segments[place, SEGMENT_INDEX] = T.max(index, -1)
-            segments[place, SEGMENT_BORDER] = border
+            segments[index_of_range, place, SEGMENT_FIRST_TOKEN] = first
+            segments[index_of_range, place, SEGMENT_TOKENS] = length
+            segments[index_of_range, place, SEGMENT_FIRST_SLOT] = first_slot
+            segments[index_of_range, place, SEGMENT_CHUNKS] = T.truncdiv(length + CHUNK - 1, CHUNK)
+            segments[index_of_range, place, SEGMENT_SEQUENCE] = sequence
+            segments[index_of_range, place, SEGMENT_INDEX] = T.max(index, -1)
+            segments[index_of_range, place, SEGMENT_BORDER] = border
 
 
 @T.macro
@@ -114,7 +115,7 @@ def build_backward_plan():
     """The prim_func; arguments in README.md."""
     words, chunk_slots, segment_slots = T.dynamic("words"), T.dynamic("chunk_slots"), T.dynamic("segment_slots")
     tokens, key_words, value_words = T.dynamic("tokens"), T.dynamic("key_words"), T.dynamic("value_words")
-    value_heads = T.dynamic("value_heads")
+    value_heads, ranges = T.dynamic("value_heads"), T.dynamic("ranges")
 
     def offset(cu_words, index, words_per_entry, dense_length):
         """First token of a sequence, inside the tensors whatever the offsets are."""
@@ -125,7 +126,7 @@ def build_backward_plan():
     def backward_plan(
         cu_words: T.Tensor((words,), "int32"),
         chunks: T.Tensor((chunk_slots, CHUNK_WORDS), "int32"),
-        segments: T.Tensor((segment_slots, SEGMENT_WORDS), "int32"),
+        segments: T.Tensor((ranges, segment_slots, SEGMENT_WORDS), "int32"),
         dq_words: T.Tensor((tokens, key_words), "int32"),
         dk_words: T.Tensor((tokens, key_words), "int32"),
         dv_words: T.Tensor((tokens, value_words), "int32"),
@@ -135,11 +136,9 @@ def build_backward_plan():
         dense_length: T.int32,
         sequences: T.int32,
         segment_chunks: T.int32,
-        from_slot: T.int32,
-        until_slot: T.int32,
-        base: T.int32,
+        range_slots: T.int32,
     ):
-        with T.Kernel(sequences + ZERO_BLOCKS, threads=THREADS) as block:
+        with T.Kernel(ranges * sequences + ZERO_BLOCKS, threads=THREADS) as block:
             thread = T.get_thread_binding()
             first, length, end = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             own_slot, lowest_slot, next_slot = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
@@ -147,9 +146,12 @@ def build_backward_plan():
             is_here, beyond = T.alloc_var("int32"), T.alloc_var("int32")
             border, lower, upper = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             found = T.alloc_local((4,), "int32")
-            if block < sequences:
-                first = offset(cu_words, block, words_per_entry, dense_length)
-                end = T.max(first, offset(cu_words, block + 1, words_per_entry, dense_length))
+            if block < ranges * sequences:
+                part, sequence = T.truncdiv(block, sequences), T.truncmod(block, sequences)
+                from_slot = part * range_slots
+                until_slot = T.min(from_slot + range_slots, chunk_slots)
+                first = offset(cu_words, sequence, words_per_entry, dense_length)
+                end = T.max(first, offset(cu_words, sequence + 1, words_per_entry, dense_length))
                 is_here, beyond, lower, upper = 1, 0, 0, tokens
                 if from_slot > 0:
                     border = from_slot
@@ -158,44 +160,48 @@ def build_backward_plan():
                     )  # fmt: skip
                     lower = found[3]
                     is_here = T.cast(T.Or(end > lower, first >= lower), "int32")
-                    is_here = T.Select(block < found[0], 0, is_here)
+                    is_here = T.Select(sequence < found[0], 0, is_here)
                     beyond = T.Select(first < lower, BORDER_BEFORE, 0)
-                if until_slot > 0:
+                if until_slot < chunk_slots:
                     border = until_slot
                     find_border(
                         found, cu_words, words_per_entry, dense_length, sequences, tokens, border, thread % WARP
                     )  # fmt: skip
                     upper = found[3]
-                    is_here = T.Select(T.Or(block > found[0], T.And(block == found[0], first >= upper)), 0, is_here)
+                    is_here = T.Select(
+                        T.Or(sequence > found[0], T.And(sequence == found[0], first >= upper)), 0, is_here
+                    )
                     beyond += T.Select(end > upper, BORDER_BEHIND, 0)
                 first = T.max(lower, T.min(first, upper))
                 end = T.max(first, T.min(end, upper))
                 length = end - first
-                own_slot = T.truncdiv(first, CHUNK) + block - from_slot
-                lowest_slot = T.Select(block == 0, 0, T.max(0, own_slot))
-                next_slot = T.min(T.truncdiv(end, CHUNK) + block + 1 - from_slot, chunk_slots)
-                if block == sequences - 1:
-                    next_slot = chunk_slots
-                write_chunks(chunks, block, first, length, own_slot, lowest_slot, next_slot, thread)
+                own_slot = T.truncdiv(first, CHUNK) + sequence
+                lowest_slot = T.Select(sequence == 0, from_slot, T.max(from_slot, own_slot))
+                next_slot = T.min(T.truncdiv(end, CHUNK) + sequence + 1, until_slot)
+                if sequence == sequences - 1:
+                    next_slot = until_slot
+                write_chunks(chunks, sequence, first, length, own_slot, lowest_slot, next_slot, thread)
                 step = segment_chunks * CHUNK
-                first_place = T.truncdiv(T.max(0, first - base), step) + block
-                lowest_place = T.Select(block == 0, 0, first_place)
-                next_place = T.min(T.truncdiv(T.max(0, end - base), step) + block + 1, segment_slots)
-                if block == sequences - 1:
+                base = CHUNK * T.max(0, from_slot - sequences + 1)  # no chunk of the range has an earlier token
+                first_place = T.truncdiv(T.max(0, first - base), step) + sequence
+                lowest_place = T.Select(sequence == 0, 0, first_place)
+                next_place = T.min(T.truncdiv(T.max(0, end - base), step) + sequence + 1, segment_slots)
+                if sequence == sequences - 1:
                     next_place = segment_slots
+                own_slot -= from_slot
                 write_segments(
-                    segments, block, first, length, own_slot, first_place, lowest_place, next_place, segment_chunks,
-                    is_here, beyond, thread,
+                    segments, part, sequence, first, length, own_slot, first_place, lowest_place, next_place,
+                    segment_chunks, is_here, beyond, thread,
                 )  # fmt: skip
-            elif until_slot == 0:
-                part = block - sequences
+            else:
+                turn = block - ranges * sequences
                 for side in T.serial(2):
                     first = T.if_then_else(side == 0, 0, offset(cu_words, sequences, words_per_entry, dense_length))
                     end = T.if_then_else(side == 0, offset(cu_words, 0, words_per_entry, dense_length), tokens)
-                    zero_rows(dq_words, first, end, part, thread)
-                    zero_rows(dk_words, first, end, part, thread)
-                    zero_rows(dv_words, first, end, part, thread)
-                    zero_rows(dg_words, first, end, part, thread)
-                    zero_rows(dbeta_words, first, end, part, thread)
+                    zero_rows(dq_words, first, end, turn, thread)
+                    zero_rows(dk_words, first, end, turn, thread)
+                    zero_rows(dv_words, first, end, turn, thread)
+                    zero_rows(dg_words, first, end, turn, thread)
+                    zero_rows(dbeta_words, first, end, turn, thread)
 
     return backward_plan

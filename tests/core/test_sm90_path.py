@@ -109,11 +109,11 @@ def compiled_backward(part, compiled, monkeypatch) -> list[dict]:
         output_dinitial,
         segment,
         kept,
-        border,
+        range_slots,
     ):
         calls.append(
             {"q": q, "k": k, "v": v, "do": do, "dht": dht, "initial_state": initial_state, "segment_chunks": segment}
-            | {"kept": kept, "border": border}
+            | {"kept": kept, "range_slots": range_slots}
         )
         assert not state_v_first and output_dinitial == (initial_state is not None)
         *grads, dh0 = gated_delta_rule_backward(
@@ -159,14 +159,24 @@ def test_the_plan_of_the_forward_is_that_of_its_backward(kernel, compiled_backwa
     assert [call["segment_chunks"] for call in compiled_backward] == [segment_chunks, segment_chunks]
 
 
+PLANS = {0: "auto", 64: "invariant", 2**25: "off"}
+
+
+def slots_of(q, cu_seqlens):
+    return q.shape[0] * q.shape[1] // 64 + (q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
+
+
 @pytest.fixture
 def kept(part, compiled_backward, monkeypatch) -> list[torch.Tensor]:
     """A stand-in for the forward that keeps what its backward can use; what it has kept."""
     path, tensors = part("gated_delta_rule.sm90_path"), []
     plain = path.ops.sm90_gated_delta_rule_fwd
 
-    def stand_in(q, k, v, g, beta, initial_state, cu_seqlens, *options, border):
-        tensors.append(torch.full(path.residual_shape(q, v, cu_seqlens), float(len(tensors) + 1), dtype=q.dtype))
+    def stand_in(q, k, v, g, beta, initial_state, cu_seqlens, *options_and_range):
+        *options, range_slots = options_and_range
+        shape = path.residual_shape(q, v, cu_seqlens, PLANS[options[-1]])
+        assert shape[0] == slots_of(q, cu_seqlens) + (11 if range_slots else 0)
+        tensors.append(torch.full(shape, float(len(tensors) + 1), dtype=q.dtype))
         return *plain(q, k, v, g, beta, initial_state, cu_seqlens, *options), tensors[-1]
 
     monkeypatch.setattr(path.ops, "sm90_gated_delta_rule_fwd_kept", stand_in, raising=False)
@@ -185,6 +195,40 @@ def test_what_a_forward_in_bfloat16_keeps_reaches_its_backward(kernel, compiled_
     o.sum().backward()
     assert [list(x.shape) for x in kept] == [[200 // 64 + (1 if bounds is None else 3), 2, 96, 32]]
     assert torch.equal(compiled_backward[0]["kept"], kept[0])
+
+
+@pytest.fixture
+def large(part, monkeypatch) -> None:
+    """Calls of these tests count as large ones that fill a GPU, whose backward takes two ranges of chunks."""
+    plan = part("gated_delta_rule.plan")
+    monkeypatch.setattr(plan, "STATES_AT_ONCE", 0)
+    monkeypatch.setattr(plan, "LEAST_FILL", 0)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 64, 64, 200]])
+@pytest.mark.parametrize("plan", ["auto", "invariant", "off"])
+def test_a_large_call_keeps_the_states_between_two_ranges_unless_a_plan_says_how_it_is_cut(
+    kernel, compiled_backward, kept, large, bounds, plan
+):
+    problem, leaves = bfloat16_leaves(1383, bounds=bounds)
+    o, _ = kernel.chunk_gated_delta_rule(*leaves, cu_seqlens=problem.cu_seqlens, plan=plan)
+    o.sum().backward()
+    slots = 200 // 64 + (1 if bounds is None else 3)
+    ranges = (slots + 1) // 2 if plan == "auto" else 0
+    assert [list(x.shape) for x in kept] == [[slots + (11 if ranges else 0), 2, 96, 32]]
+    assert torch.equal(compiled_backward[0]["kept"], kept[0])
+    assert compiled_backward[0]["range_slots"] == ranges
+
+
+def test_a_large_call_that_has_kept_nothing_is_taken_at_once(kernel, compiled_backward, large):
+    problem, _ = bfloat16_leaves(1389)
+    kernel.chunk_gated_delta_rule_bwd(*(getattr(problem, name) for name in TENSORS), torch.empty(0), problem.do)
+    assert (compiled_backward[0]["kept"], compiled_backward[0]["range_slots"]) == (None, 0)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_tracers_expect_the_states_between_two_ranges(part, compiled, kept, large, saves):
+    test_tracers_expect_what_the_compiled_forward_keeps(part, compiled, kept, torch.bfloat16, None, saves)
 
 
 def test_nothing_is_kept_where_no_gradient_is_wanted(kernel, compiled_backward, kept):

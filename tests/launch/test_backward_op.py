@@ -187,9 +187,8 @@ def test_plan_reads_offsets_and_clears_every_gradient(product_process):
         "dense_length": -1,
         "sequences": 3,
         "segment_chunks": 5,
-        "from_slot": 0,
-        "until_slot": 0,
-        "base": 0,
+        "range_slots": SLOTS,
+        "ranges": 1,
     }
     assert_arguments(plan, expected)
     assert 0 not in (expected["chunks"], expected["segments"])
@@ -325,46 +324,52 @@ def test_states_of_segments_are_made_by_a_launch_of_their_own(product_process):
     assert {name for name in makers if makers[name] != outputs[name]} == {"blocks", "makes_states"}
 
 
-# Sequences of 100, 0 and 200 tokens have slots from 0, 2 and 3 on, of 7: ranges are of four and three. Chunks in the slots from 4
-# on have no token below 128.
-IN_TWO = replace(PACKED, range_slots=4)
+IN_TWO = replace(PACKED, range_slots=4)  # of seven slots
 
 
-def test_ranges_are_the_same_kernels_again_from_the_last_to_the_first(product_process):
+def test_scans_and_gradients_take_one_range_after_the_other_from_the_last_on(product_process):
     found, _, _ = product_process.run(run, IN_TWO)
-    names = ("plan", "rows_bf16", "scan_bf16", "gradients_bf16")
-    assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names] * 2
-    later, earlier = found[:4], found[4:]
-    names = ("from_slot", "until_slot", "base")
-    ranges = [[launch.arguments[name] for name in names] for launch in (later[0], earlier[0])]
-    assert ranges == [[4, 0, 128], [0, 4, 0]]
-    assert [launch.grid[0] for launch in later] == [3 + 128, 3 * H, 3 * HV * 2 * 2, 132]
-    assert [launch.grid[0] for launch in earlier] == [3 + 128, 4 * H, 3 * HV * 2 * 2, 132]
-    assert [launch.arguments["segment_chunks"] for launch in (later[0], later[2])] == [(300 - 128) // 64 + 1] * 2
-    assert [launch.arguments["segment_chunks"] for launch in (earlier[0], earlier[2])] == [64 * 4 // 64 + 1] * 2
+    names = ("plan", "rows_bf16", *("scan_bf16", "gradients_bf16") * 2)
+    assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names]
+    plan, rows, *parts = found
+    assert (plan.arguments["range_slots"], plan.arguments["ranges"], plan.arguments["segment_slots"]) == (4, 2, 3)
+    assert (plan.grid[0], rows.grid[0]) == (2 * 3 + 128, SLOTS * H)
+    assert [launch.grid[0] for launch in parts] == [3 * HV * 2 * 2, 132] * 2
+    longer_than_a_range = 4 + 3  # chunks of four slots of three sequences, and one more
+    assert {launch.arguments["segment_chunks"] for launch in (plan, parts[0], parts[2])} == {longer_than_a_range}
 
 
-def test_ranges_share_scratch_and_results(product_process):
-    found, addresses, _ = product_process.run(run, IN_TWO)
-    counted = {"blocks", "segment_chunks", "from_slot", "until_slot", "base", "chunk_slots"}
-    of_borders = {"solve_desc", "border_state", "gradient_behind", "gradient_before"}
-    for later, earlier in zip(found[:4], found[4:], strict=True):
-        for name in later.arguments.keys() - counted - of_borders:
-            one, other = later.arguments[name], earlier.arguments[name]
-            if isinstance(one, TensorMap):
-                assert (one.address, one.box) == (other.address, other.box), name
-                assert one.dims == other.dims or (one.dims[-1], other.dims[-1]) == (3, 4), name
-            else:
-                assert one == other, name
-    for scan, slot, slots in ((found[2], 4, 3), (found[6], 0, 4)):
-        assert scan.arguments["solve_desc"].address == addresses["operand"] + slot * HV * 96 * 32 * 2
-        assert scan.arguments["solve_desc"].dims == (32, 96, HV, slots)
+def test_a_range_gets_its_slots_of_what_all_share_and_writes_to_the_same_place(product_process):
+    [plan, rows, *parts], addresses, _ = product_process.run(run, IN_TWO)
+    for (scan, gradients), first, slots, index in zip((parts[:2], parts[2:]), (4, 0), (3, 4), (1, 0), strict=True):
+        maps = {
+            "solve_desc": (addresses["operand"], HV * 96 * 32 * 2),
+            "row_scales_desc": (rows.arguments["row_scales"], HV * 9 * 64 * 4),
+            "pair_scales_desc": (rows.arguments["pair_scales"], HV * 3 * 64 * 4),
+            "norms_desc": (rows.arguments["norms"], H * 2 * 64 * 4),
+        }
+        for name, (address, row) in maps.items():
+            for launch in (scan, gradients):
+                if name in launch.arguments:
+                    assert launch.arguments[name].address == address + first * row, name
+                    assert launch.arguments[name].dims[-1] == slots, name
+        assert scan.arguments["bound"] == rows.arguments["bound"] + first * HV * 4
+        assert scan.arguments["segments"] == plan.arguments["segments"] + index * 3 * 7 * 4
+        assert gradients.arguments["chunks"] == plan.arguments["chunks"] + first * 4 * 4
+        for name in ("errors_desc", "states_desc", "dstates_desc"):
+            assert scan.arguments[name] == gradients.arguments[name]
+            assert scan.arguments[name].address == parts[0].arguments[name].address
+            assert scan.arguments[name].dims[-1] == slots
+    apart = {"solve_desc", "row_scales_desc", "pair_scales_desc", "bound", "segments", "errors_desc", "states_desc"}
+    apart |= {"dstates_desc", "border_state", "gradient_behind", "gradient_before", "chunk_slots"}
+    for name in parts[0].arguments.keys() - apart:
+        assert parts[0].arguments[name] == parts[2].arguments[name], name
 
 
 def test_states_at_borders_are_those_of_the_forward_and_gradients_go_on_from_range_to_range(product_process):
     found, addresses, _ = product_process.run(run, replace(PACKED, range_slots=2))
-    scans = [launch.arguments for launch in found[2::4]]
-    assert [launch.arguments["from_slot"] for launch in found[::4]] == [6, 4, 2, 0]
+    scans = [launch.arguments for launch in found[2::2]]
+    assert len(scans) == 4
     kept = addresses["operand"] + SLOTS * HV * 96 * 32 * 2
     assert [scan["border_state"] for scan in scans[:3]] == [kept + border * HV * 128 * 128 * 4 for border in (2, 1, 0)]
     for later, earlier in pairwise(scans):
@@ -372,18 +377,18 @@ def test_states_at_borders_are_those_of_the_forward_and_gradients_go_on_from_ran
     assert 0 not in (scan[name] for scan in scans for name in ("border_state", "gradient_behind", "gradient_before"))
 
 
-def test_segments_of_ranges_have_places_for_the_longest(product_process):
+def test_segments_of_ranges_have_places_for_every_sequence(product_process):
     found, _, _ = product_process.run(run, replace(IN_TWO, segment_chunks=1))
-    names = ("plan", "rows_bf16", "scan_bf16", "scan_bf16", "gradients_bf16")
-    assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names] * 2
-    places = [(300 - 128) // 64 + 3, 256 // 64 + 3]
-    assert [found[i].grid[0] for i in (2, 3)] == [places[0] * HV * 2 * makers for makers in (3, 2)]
-    assert [found[i].grid[0] for i in (7, 8)] == [places[1] * HV * 2 * makers for makers in (3, 2)]
+    names = ("plan", "rows_bf16", *("scan_bf16", "scan_bf16", "gradients_bf16") * 2)
+    assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names]
+    places = (4 + 3 - 1) // 1 + 3
+    assert found[0].arguments["segment_slots"] == places
+    assert [launch.grid[0] for launch in found[2:]] == [places * HV * 2 * 3, places * HV * 2 * 2, 132] * 2
 
 
 def test_a_range_of_all_slots_is_the_only_one(product_process):
     found, _, _ = product_process.run(run, replace(PACKED, range_slots=SLOTS))
-    assert len(found) == 4 and found[0].arguments["until_slot"] == 0
+    assert len(found) == 4 and found[0].arguments["ranges"] == 1
 
 
 def test_a_negative_range_is_refused(product_process):

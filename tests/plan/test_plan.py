@@ -115,3 +115,22 @@ def test_residuals_have_the_shape_that_tracing_expects(kernel, part):
         cu_seqlens = None if bounds is None else torch.tensor(bounds)
         result = kernel.chunk_gated_delta_rule_fwd(q, q, v, gate, gate, cu_seqlens=cu_seqlens, chunk_size=16)
         assert list(result.residuals.shape) == shape_of(q, v, cu_seqlens, 16)
+
+
+def test_a_backward_in_ranges_halves_the_chunks_of_large_calls_that_fill_an_h200(plan):
+    def ranges(tokens, sequences, heads, name="auto"):
+        return plan.range_slots(tokens, sequences, heads, name)
+
+    assert ranges(32768, 1, 32) == 257 and ranges(8 * 4096, 8, 32) == 260 and ranges(32768, 1, 64) == 257
+    assert ranges(32768, 1, 16) == ranges(8192, 1, 64) == ranges(8192, 8, 32) == 0, "states of up to 768 MB"
+    assert ranges(32768, 1, 48) == ranges(32768, 1, 40) == 0, "rounds of blocks that are not full"
+    assert ranges(32768, 1, 32, "off") == ranges(32768, 1, 32, "invariant") == 0
+    assert ranges(64 * 600, 600, 32) == 0 < ranges(65 * 600, 600, 32), "many short sequences"
+    assert ranges(0, 3, 64) == ranges(0, 0, 64) == 0
+
+
+def test_two_ranges_hold_every_slot(plan):
+    for tokens in range(25_000, 60_000, 4321):
+        for sequences in (1, 2, 7):
+            slots = tokens // 64 + sequences
+            assert plan.range_slots(tokens, sequences, 128, "auto") in (slots // 2, (slots + 1) // 2)

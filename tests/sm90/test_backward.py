@@ -99,13 +99,15 @@ def test_checkpointing_changes_no_bit(kernel, reentrant):
 @pytest.fixture
 def in_two_ranges(part, monkeypatch):
     """Every backward in bfloat16 takes its chunks in two ranges, as only large ones do otherwise."""
-    monkeypatch.setattr(part("gated_delta_rule.plan"), "STATES_AT_ONCE", 0)
+    plan = part("gated_delta_rule.plan")
+    monkeypatch.setattr(plan, "STATES_AT_ONCE", 0)
+    monkeypatch.setattr(plan, "LEAST_FILL", 0)
 
 
-def test_gradients_in_two_ranges_agree_with_those_in_one(kernel, part, monkeypatch):
+def test_gradients_in_two_ranges_agree_with_those_in_one(kernel, request):
     problem = problem_with_states()
     expected = gradients(kernel, problem)
-    monkeypatch.setattr(part("gated_delta_rule.plan"), "STATES_AT_ONCE", 0)
+    request.getfixturevalue("in_two_ranges")
     found = gradients(kernel, problem)
     assert any(not torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)), "there is a border"
     for name, ours, theirs in zip(LEAVES, found, expected, strict=True):

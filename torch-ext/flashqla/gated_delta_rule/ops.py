@@ -101,7 +101,7 @@ def gated_delta_rule_bwd(
     """
     unsupported = capability.explain_unsupported_backward(q, k, v, g, beta)
     if unsupported is None:
-        validation.check_residuals(residuals, sm90_path.residual_shape(q, v, cu_seqlens))
+        validation.check_residuals(residuals, sm90_path.residual_shape(q, v, cu_seqlens, plan))
         return _with_bounds_explained(
             sm90_path.backward,
             *(q, k, v, g, beta, initial_state, cu_seqlens),
@@ -152,7 +152,7 @@ def _forward_fake(
     if save_for_backward and not is_compiled(q, k, v, g, beta):
         residuals = torch_path.residual_shape(q, v, cu_seqlens, chunk_size)
     elif save_for_backward and q.dtype == sm90_path.RESIDUAL_DTYPE:
-        residuals, residual_dtype = sm90_path.residual_shape(q, v, cu_seqlens), q.dtype
+        residuals, residual_dtype = sm90_path.residual_shape(q, v, cu_seqlens, plan), q.dtype
     state = q.new_empty(_state_shape(q, v, cu_seqlens), dtype=dtype)
     return _contiguous(v), state, q.new_empty(residuals, dtype=residual_dtype)
 

@@ -9,9 +9,14 @@ CHUNK_SIZES = (16, 32, 64)
 PLANS = {"auto": 0, "invariant": 64, "off": 2**25}
 
 # The SM90 backward has a state before and the gradient of one behind each chunk of 64 tokens, 64 KB a value head in 16 bits.
-# Where they would take more than this, it works on the chunks in two ranges, one after the other in the same memory.
+# Where they would take more than this, it works on the chunks in two ranges, one after the other in the same memory, which
+# costs (16, 32) 1 x 32768 1.2 % of its time, but only if the scan of a range fills most of an H200 in whole rounds of blocks:
+# (16, 48) would lose 6 % (docs/design/2026-11-30-backward-ranges.md).
 STATES_AT_ONCE = 768 * 2**20
 STATES_OF_CHUNK = 2 * 128 * 128 * 2
+SCAN_BLOCKS = 4  # of a sequence and value head
+SMS = 132
+LEAST_FILL = 0.9
 
 # Chunk-heads that the PyTorch path works on at a time. One chunk-head of 64 tokens and K = V = 128 needs about 0.9 MB of
 # float32 intermediates in the backward, so a slab stays below 0.5 GB and the working memory of a call does not grow with
@@ -19,16 +24,18 @@ STATES_OF_CHUNK = 2 * 128 * 128 * 2
 SLAB_CHUNK_HEADS = 512
 
 
-def range_slots(num_tokens: int, num_sequences: int, num_v_heads: int) -> int:
+def range_slots(num_tokens: int, num_sequences: int, num_v_heads: int, plan: str) -> int:
     """Slots of chunks that an SM90 backward takes at once, or 0 for all.
 
-    Slots are those of the kernels, num_tokens // 64 + num_sequences. The forward has to keep the states between ranges; its
-    kernel for many short sequences cannot, and they are taken at once.
+    Slots are those of the kernels, num_tokens // 64 + num_sequences. The forward has to keep the states between ranges, which
+    its kernel for many short sequences cannot; they are taken at once. So is everything if the plan says how sequences are cut.
     """
     slots = num_tokens // 64 + num_sequences
-    if slots * num_v_heads * STATES_OF_CHUNK <= STATES_AT_ONCE or num_tokens <= 64 * num_sequences:
+    if slots * num_v_heads * STATES_OF_CHUNK <= STATES_AT_ONCE or num_tokens <= 64 * num_sequences or plan != "auto":
         return 0
-    return (slots + 1) // 2
+    blocks = SCAN_BLOCKS * num_v_heads * ((num_sequences + 1) // 2)
+    rounds = (blocks + SMS - 1) // SMS
+    return (slots + 1) // 2 if blocks >= LEAST_FILL * rounds * SMS else 0
 
 
 def chunk_length(num_tokens: int, chunk_size: int) -> int:

@@ -31,21 +31,22 @@ def forward(
     """o [B, T, HV, 128], final state [N, HV, 128, 128] float32, and residuals of `residual_shape` if they are to be saved."""
     arguments = (q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm, False, True)
     if save_for_backward and q.dtype == RESIDUAL_DTYPE:
-        ranges = range_slots(*_sizes(q, v, cu_seqlens))
+        ranges = range_slots(*_sizes(q, v, cu_seqlens), plan)
         return call_op(ops.sm90_gated_delta_rule_fwd_kept, *arguments, PLANS[plan], ranges)
     o, final_state = call(*arguments, plan)
     return o, final_state, final_state.new_empty(0)
 
 
-def residual_shape(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> List[int]:
+def residual_shape(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], plan: str) -> List[int]:
     """Shape of what a forward keeps: the solve of each chunk in bfloat16, which the backward uses as it is.
 
-    Behind them, where the backward takes several ranges of chunks, the states between them, [HV, V, K] in float32. Nothing in float16, whose backward wants another form and makes it itself, as it does where there is nothing.
+    Behind them, where the backward takes several ranges of chunks, the states between them, [HV, V, K] in float32. Nothing in
+    float16, whose backward wants another form and makes it itself, as it does where there is nothing.
     """
     if q.dtype != RESIDUAL_DTYPE:
         return [0]
     tokens, sequences, v_heads = _sizes(q, v, cu_seqlens)
-    slots, ranges = tokens // CHUNK + sequences, range_slots(tokens, sequences, v_heads)
+    slots, ranges = tokens // CHUNK + sequences, range_slots(tokens, sequences, v_heads, plan)
     return [slots + (BORDER_SLOTS * ((slots - 1) // ranges) if ranges else 0), v_heads, *TRIANGLE]
 
 
@@ -123,7 +124,7 @@ def backward(
         initial_state is not None,
         PLANS["off" if q.dtype == torch.float16 else plan],  # no GPU has judged segments in float16 yet
         residuals if residuals.numel() else None,
-        range_slots(*_sizes(q, v, cu_seqlens)) if residuals.numel() else 0,
+        range_slots(*_sizes(q, v, cu_seqlens), plan) if residuals.numel() else 0,
     )
     return dq, dk, dv, _converted(dg, g), _converted(dbeta, beta), dh0
 

@@ -2,8 +2,9 @@
 // their arguments). Of the forward it takes the inputs and, in bfloat16, the operand of each chunk, which it makes itself
 // where it is missing; states are computed again, chunk by chunk.
 //
-// With `range_slots` the same kernels run for one range of so many slots of chunks after the other, on the same scratch, from the
-// last to the first: each from the states that the forward has kept of the border before it, with the gradients of those behind.
+// With `range_slots` the scans and the gradients take one range of so many slots of chunks after the other, on the same scratch,
+// from the last to the first: each from the states that the forward has kept of the border before it, with the gradients of those
+// behind.
 #include "../generated/launchers.h"
 #include "../runtime/registration.h"
 #include "../runtime/tensor.h"
@@ -23,13 +24,11 @@ constexpr int64_t MAKERS = 3;      // of a segment's state, its transition and t
 constexpr int64_t TRANSITION_PARTS = 4;
 constexpr int32_t NO_DENSE_LENGTH = -1;
 
-// Chunks that are worked on together: those of some slots, which the kernels count from the first of them on.
+// Chunks that are worked on together: those of some slots, which the scans and the gradients count from the first of them on.
 struct Range {
   int64_t index;
   int64_t first_slot;
   int64_t slots;
-  int64_t first_token;  // or an earlier one
-  SegmentPlan segments;
 };
 
 struct Sizes {
@@ -39,10 +38,14 @@ struct Sizes {
   int64_t sequences;  // N
   int64_t slots;
   int32_t dense_length;  // tokens of each sequence, or NO_DENSE_LENGTH
-  int64_t range_slots;   // of each range but the last, which may have fewer; all slots if there is only one
+  int64_t range_slots;   // of each range but the last, which may have fewer
   int64_t ranges;
+  SegmentPlan segments;  // of each range
 
-  Range range(int64_t index, int64_t segment_chunks, int64_t multiprocessors) const;
+  Range range(int64_t index) const {
+    const int64_t first = index * range_slots;
+    return {index, first, index == ranges - 1 ? slots - first : range_slots};
+  }
 };
 
 struct Arguments {
@@ -104,23 +107,25 @@ void check_arguments(Arguments& arguments) {
                  static_cast<long long>(arguments.segment_chunks));
 }
 
-// Sequences have places for segments in every range, but each range has only its share of them, more or less.
-Range Sizes::range(int64_t index, int64_t segment_chunks, int64_t multiprocessors) const {
-  const int64_t first = index * range_slots, end = index == ranges - 1 ? slots : first + range_slots;
-  // A chunk in slot s of sequence n has token 64 (s - n) or one of the 63 behind it.
-  const int64_t first_token = first >= sequences ? CHUNK * (first - sequences + 1) : 0;
-  const int64_t end_token = index == ranges - 1 || CHUNK * end > tokens ? tokens : CHUNK * end;
-  const int64_t part = end_token - first_token, whole = dense_length == NO_DENSE_LENGTH ? tokens : dense_length;
-  const int64_t share = (sequences + ranges - 1) / ranges;
-  SegmentPlan segments =
-      plan_backward_segments(segment_chunks, part, whole < part ? whole : part, share, v_heads, multiprocessors);
-  segments.slots += sequences - share;
-  return {index, first, end - first, first_token, segments};
+// One plan serves all ranges, each of which has its share of the sequences, more or less, and places for all.
+SegmentPlan plan_ranges(const Sizes& sizes, int64_t segment_chunks, int64_t multiprocessors) {
+  const int64_t longest = sizes.dense_length == NO_DENSE_LENGTH ? sizes.tokens : sizes.dense_length;
+  if (sizes.ranges == 1) {
+    return plan_backward_segments(segment_chunks, sizes.tokens, longest, sizes.sequences, sizes.v_heads, multiprocessors);
+  }
+  const int64_t tokens = CHUNK * sizes.range_slots, share = (sizes.sequences + sizes.ranges - 1) / sizes.ranges;
+  SegmentPlan plan = plan_backward_segments(segment_chunks, tokens, longest < tokens ? longest : tokens, share,
+                                            sizes.v_heads, multiprocessors);
+  // A chunk in slot s of sequence n has token 64 (s - n) or one of the 63 behind it, so a range spans so many chunks at most:
+  const int64_t chunks = sizes.range_slots + sizes.sequences - 1;
+  if (!plan.has_cuts) plan.chunks = chunks + 1;
+  plan.slots = chunks / plan.chunks + sizes.sequences;
+  return plan;
 }
 
 Sizes read_sizes(Arguments& arguments) {
   const TensorView &q = arguments.q.view(), &v = arguments.v.view();
-  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, 0, 1};
+  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, 0, 1, {}};
   require_int32(sizes.tokens, OP, "the number of tokens");
   if (arguments.cu_seqlens.has_value()) {
     require_offsets(arguments.cu_seqlens, q);
@@ -138,11 +143,9 @@ Sizes read_sizes(Arguments& arguments) {
                  "range_slots is %lld and operand is missing, which has the states between ranges; hand over what the forward "
                  "returned, or 0.",
                  static_cast<long long>(arguments.range_slots));
-  const int64_t multiprocessors = device_properties(q.device).multiprocessors;
-  for (int64_t i = 0; i < sizes.ranges; i++) {
-    require_int32(sizes.range(i, arguments.segment_chunks, multiprocessors).segments.slots * sizes.v_heads * HALVES * MAKERS,
-                  OP, "six times the segments times value heads");
-  }
+  sizes.segments = plan_ranges(sizes, arguments.segment_chunks, device_properties(q.device).multiprocessors);
+  require_int32(sizes.segments.slots * sizes.v_heads * HALVES * MAKERS, OP,
+                "six times the segments times value heads");
   const ArgumentTensor* const states[] = {&arguments.initial_state, &arguments.dht};
   for (const ArgumentTensor* state : states) {
     if (state->has_value()) check_states(state->view(), q, sizes.sequences, sizes.v_heads);
@@ -221,12 +224,11 @@ class Backward {
     const bool has_initial = arguments_.initial_state.has_value(), has_dfinal = arguments_.dht.has_value();
     inputs.initial = has_initial ? as_contiguous_float32(arguments_.initial_state, initial_copy).data : unused;
     inputs.dfinal = has_dfinal ? as_contiguous_float32(arguments_.dht, dfinal_copy).data : unused;
+    launch_plan_kernel(scratch);
+    launch_kernels_of_rows(inputs, scratch);
     for (int64_t i = sizes_.ranges - 1; i >= 0; i--) {
-      const Range range = range_of(i);
-      const Scratch part = scratch_of(scratch, range);
-      launch_plan_kernel(range, part);
-      launch_kernels_of_rows(range, inputs, part);
-      launch_scan_kernels(range, inputs, part);
+      const Scratch part = scratch_of(scratch, sizes_.range(i));
+      launch_scan_kernels(inputs, part);
       launch_gradient_kernel(part);
     }
   }
@@ -246,33 +248,24 @@ class Backward {
     TensorView border_state, gradient_before, gradient_behind;  // where a range begins, there, and where it ends
   };
 
-  Range range_of(int64_t index) const {
-    const int32_t device = arguments_.q.view().device;
-    return sizes_.range(index, arguments_.segment_chunks, device_properties(device).multiprocessors);
-  }
-
-  // As much as any range needs, since they take turns.
+  // Errors and states are of one range at a time.
   void add_arrays(Workspace& workspace, Scratch& scratch) {
     const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
     const int32_t dtype = arguments_.q.view().dtype;
-    int64_t slots = 0, segment_slots = 0, cut = 1;  // one for maps that are made in any case
-    for (int64_t i = 0; i < sizes_.ranges; i++) {
-      const Range range = range_of(i);
-      slots = max(slots, range.slots);
-      segment_slots = max(segment_slots, range.segments.slots);
-      cut = max(cut, rows_of_links(range));
-    }
-    const int64_t v_heads = sizes_.v_heads;
+    const int64_t slots = sizes_.slots, v_heads = sizes_.v_heads, range_slots = sizes_.range(0).slots;
+    const int64_t cut = sizes_.segments.links ? sizes_.segments.slots * v_heads : 1;  // maps are made in any case
     workspace.add(scratch.chunks, "chunks", {slots, CHUNK_WORDS}, int32, device);
-    workspace.add(scratch.segments, "segments", {segment_slots, SEGMENT_WORDS}, int32, device);
+    workspace.add(scratch.segments, "segments", {sizes_.ranges, sizes_.segments.slots, SEGMENT_WORDS}, int32, device);
     workspace.add(scratch.bound, "bound", {slots, v_heads}, float32, device);
     workspace.add(scratch.rows, "row_scales", {slots, v_heads, ROW_VECTORS, CHUNK}, float32, device);
     workspace.add(scratch.pairs, "pair_scales", {slots, v_heads, PAIR_VECTORS, CHUNK}, float32, device);
     workspace.add(scratch.norms, "norms", {slots, sizes_.heads, NORM_VECTORS, CHUNK}, float32, device);
-    workspace.add(scratch.errors, "errors", {slots, v_heads, HALVES, CHUNK, VALUE_TILE}, dtype, device);
-    workspace.add(scratch.states, "states", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
-    workspace.add(scratch.dstates, "dstates", {slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
-    if (!arguments_.operand.has_value()) {
+    workspace.add(scratch.errors, "errors", {range_slots, v_heads, HALVES, CHUNK, VALUE_TILE}, dtype, device);
+    workspace.add(scratch.states, "states", {range_slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
+    workspace.add(scratch.dstates, "dstates", {range_slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
+    if (arguments_.operand.has_value()) {
+      scratch.solve = chunks_of_operand(arguments_.operand.view(), 0, slots);
+    } else {
       workspace.add(scratch.solve, "solve", {slots, v_heads, TRIANGLE_ROWS, HALF_CHUNK}, dtype, device);
       workspace.add(scratch.decay, "decay", {slots, v_heads, CHUNK}, float32, device);
       workspace.add(scratch.key_norm, "key_norm", {slots, sizes_.heads, CHUNK}, float32, device);
@@ -289,18 +282,15 @@ class Backward {
     }
   }
 
-  // The same arrays with as many rows as the range has, and what the forward has kept of it.
+  // Of the same arrays what belongs to the range.
   Scratch scratch_of(const Scratch& scratch, const Range& range) const {
     Scratch part = scratch;
-    TensorView* const by_slot[] = {&part.chunks, &part.bound,   &part.rows,  &part.pairs, &part.norms,    &part.errors,
-                                   &part.states, &part.dstates, &part.solve, &part.decay, &part.key_norm};
-    for (TensorView* array : by_slot) array->size[0] = range.slots;
-    part.segments.size[0] = range.segments.slots;
-    TensorView* const by_link[] = {&part.segment_states, &part.transitions, &part.reach, &part.forgets};
-    for (TensorView* array : by_link) array->size[0] = rows_of_links(range);
-    if (arguments_.operand.has_value()) {
-      part.solve = chunks_of_operand(arguments_.operand.view(), range.first_slot, range.slots);
-    }
+    TensorView* const of_all[] = {&part.chunks, &part.bound, &part.rows, &part.pairs, &part.norms, &part.solve};
+    for (TensorView* array : of_all) *array = rows_of(*array, range.first_slot, range.slots);
+    TensorView* const of_ranges[] = {&part.errors, &part.states, &part.dstates};
+    for (TensorView* array : of_ranges) *array = rows_of(*array, 0, range.slots);
+    part.segments = contiguous_view("segments", rows_of(scratch.segments, range.index, 1).data, scratch.segments.dtype,
+                                    scope_.index(), {sizes_.segments.slots, SEGMENT_WORDS});
     void* const unused = scratch.rows.data;
     if (sizes_.ranges == 1) {
       part.gradient_before = part.gradient_behind =
@@ -315,28 +305,28 @@ class Backward {
     return part;
   }
 
-  int64_t rows_of_links(const Range& range) const {
-    return range.segments.links ? range.segments.slots * sizes_.v_heads : 1;
+  // Rows of a contiguous array.
+  static TensorView rows_of(const TensorView& array, int64_t first, int64_t count) {
+    TensorView rows = array;
+    rows.data = static_cast<char*>(array.data) + first * array.stride[0] * bytes_of(array.dtype);
+    rows.size[0] = count;
+    return rows;
   }
 
-  static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-
-  void launch_plan_kernel(const Range& range, const Scratch& scratch) {
+  void launch_plan_kernel(const Scratch& scratch) {
     const int64_t key_words = sizes_.heads * STATE_DIM / 2, value_words = sizes_.v_heads * STATE_DIM / 2;
     launch_backward_plan(scope_, offset_words(scratch.segments), scratch.chunks, scratch.segments,
                          as_words(dq_, key_words), as_words(dk_, key_words), as_words(dv_, value_words),
                          as_words(dg_, sizes_.v_heads), as_words(dbeta_, sizes_.v_heads), words_per_entry(),
                          sizes_.dense_length, static_cast<int32_t>(sizes_.sequences),
-                         static_cast<int32_t>(range.segments.chunks), static_cast<int32_t>(range.first_slot),
-                         static_cast<int32_t>(range.index == sizes_.ranges - 1 ? 0 : range.first_slot + range.slots),
-                         static_cast<int32_t>(range.first_token));
+                         static_cast<int32_t>(sizes_.segments.chunks), static_cast<int32_t>(sizes_.range(0).slots));
   }
 
-  void launch_kernels_of_rows(const Range& range, const Inputs& inputs, const Scratch& scratch) {
+  void launch_kernels_of_rows(const Inputs& inputs, const Scratch& scratch) {
     if (!arguments_.operand.has_value()) launch_solve_kernel(inputs, scratch);
     const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_rows_bf16 : launch_backward_rows_fp16;
     launch(scope_, q(), k(), inputs.g, inputs.beta, scratch.chunks, scratch.rows, scratch.pairs, scratch.norms,
-           scratch.bound, static_cast<float>(arguments_.scale), arguments_.use_l2norm, range.segments.has_cuts);
+           scratch.bound, static_cast<float>(arguments_.scale), arguments_.use_l2norm, sizes_.segments.has_cuts);
   }
 
   // A kernel of the forward; of what it writes beside the solve nothing is used.
@@ -351,13 +341,13 @@ class Backward {
   }
 
   // With links first the blocks that make states and transitions of segments, then those that write outputs.
-  void launch_scan_kernels(const Range& range, const Inputs& inputs, const Scratch& scratch) {
-    const int64_t parts = range.segments.slots * sizes_.v_heads;
+  void launch_scan_kernels(const Inputs& inputs, const Scratch& scratch) {
+    const int64_t parts = sizes_.segments.slots * sizes_.v_heads;
     void* const dinitial = arguments_.output_dinitial ? dinitial_.view().data : scratch.rows.data;
     const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_scan_bf16 : launch_backward_scan_fp16;
     const bool launches[] = {true, false};
     for (const bool makes_states : launches) {
-      if (makes_states && !range.segments.links) continue;
+      if (makes_states && !sizes_.segments.links) continue;
       const int64_t blocks = parts * HALVES * (makes_states ? MAKERS : DIRECTIONS);
       launch(scope_, q(), k(), as_token_rows(arguments_.v.view()), as_token_rows(arguments_.do_.view()), scratch.solve,
              scratch.rows, scratch.pairs, scratch.bound, scratch.segments, as_states("initial_state", inputs.initial),
@@ -365,7 +355,7 @@ class Backward {
              scratch.forgets, scratch.errors, scratch.states, scratch.dstates, as_token_rows(dv_.view()),
              as_states("dh0", dinitial), scratch.border_state, scratch.gradient_behind,
              scratch.gradient_before, arguments_.initial_state.has_value(), arguments_.dht.has_value(), arguments_.output_dinitial,
-             arguments_.state_v_first, static_cast<int32_t>(range.segments.chunks), makes_states, range.segments.links,
+             arguments_.state_v_first, static_cast<int32_t>(sizes_.segments.chunks), makes_states, sizes_.segments.links,
              static_cast<int32_t>(blocks));
     }
   }

@@ -38,12 +38,6 @@ TensorView read_view(AtenTensorHandle handle, const char* name) {
   return view;
 }
 
-int64_t bytes_of(int32_t dtype) {
-  if (dtype == aoti_torch_dtype_bfloat16() || dtype == aoti_torch_dtype_float16()) return 2;
-  const bool is_wide = dtype == aoti_torch_dtype_int64() || dtype == aoti_torch_dtype_float64();
-  return is_wide ? 8 : 4;
-}
-
 AtenTensorHandle as_handle(StableIValue value) {
   AtenTensorHandle handle;
   memcpy(&handle, &value, sizeof handle);
@@ -51,6 +45,12 @@ AtenTensorHandle as_handle(StableIValue value) {
 }
 
 }  // namespace
+
+int64_t bytes_of(int32_t dtype) {
+  if (dtype == aoti_torch_dtype_bfloat16() || dtype == aoti_torch_dtype_float16()) return 2;
+  const bool is_wide = dtype == aoti_torch_dtype_int64() || dtype == aoti_torch_dtype_float64();
+  return is_wide ? 8 : 4;
+}
 
 int64_t TensorView::element_count() const {
   int64_t count = 1;

@@ -24,6 +24,8 @@ struct TensorView {
   bool is_contiguous() const;
 };
 
+int64_t bytes_of(int32_t dtype);  // of an element
+
 // A contiguous tensor's view, for instance a part of a workspace or a tensor with other sizes.
 TensorView contiguous_view(const char* name, void* data, int32_t dtype, int32_t device, int rank, const int64_t* sizes);
 
