@@ -124,6 +124,7 @@ def build_backward_gradients(dtype):
         dbeta: T.Tensor((tokens, value_heads), "float32"),
         scale: T.float32,
         use_l2norm: T.int32,
+        is_beside: T.int32,
     ):
         with T.Kernel(BLOCKS, threads=BACKWARD_GRADIENTS.threads) as block:
             t, b = Tiles(dtype), Barriers()
@@ -131,6 +132,8 @@ def build_backward_gradients(dtype):
             of_pairs = PairRegisters("_pairs")
             T.annotate_layout({of_pairs.columns: column_fragment()})
             thread = T.get_thread_binding()
+            if is_beside == 0:
+                T.pdl_sync()
             if thread < QUERY_ROLE:
                 T.set_max_nreg(BACKWARD_GRADIENTS.pairs.registers, 1)
                 place = T.alloc_local((4,), "int32")
@@ -210,5 +213,7 @@ def build_backward_gradients(dtype):
                                 sum_head(thread, t, b, heads, place[2], place[3], head, dg, dbeta)
                             heads += 1
                         works += 1
+            if T.And(is_beside != 0, block == BLOCKS - 1):  # nothing may follow before that kernel has ended
+                T.pdl_sync()
 
     return backward_gradients

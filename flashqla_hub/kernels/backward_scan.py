@@ -9,6 +9,8 @@ Per chunk, with its solve A of `factor.py`, the row scales read, write, query, t
 
 W is what a token writes, and its error e, but for the scales of A's rows, which `backward_rows.py` has seen to.
 
+It waits for the kernel before it on the stream, and lets the one behind begin once all of its own blocks have.
+
 S is stored before each chunk, dS behind it. Value columns do not mix, so a block takes 64 of them: 32 heads, two halves and
 two directions fill the card; with fewer blocks sequences are cut into segments. What starts a segment, and which blocks of a
 launch before this one make it, is told in `_backward_segments.py`; here it means that some first chunks may have no outputs,
@@ -157,6 +159,8 @@ def build_backward_scan(dtype):
                 | {tile: swizzled(tile) for tile in (*t.values, t.out)}
             )
             thread = T.get_thread_binding()
+            T.pdl_sync()
+            T.pdl_trigger()
             item, lead = T.alloc_local((ITEM_WORDS,), "int32"), T.alloc_local((1,), "float32")
             segment = T.alloc_local((SEGMENT_WORDS,), "int32")
             place, part, direction = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")

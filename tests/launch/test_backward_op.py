@@ -324,7 +324,7 @@ def test_states_of_segments_are_made_by_a_launch_of_their_own(product_process):
     assert {name for name in makers if makers[name] != outputs[name]} == {"blocks", "makes_states"}
 
 
-IN_TWO = replace(PACKED, range_slots=4)  # of seven slots
+IN_TWO = replace(PACKED, range_slots=4, segment_chunks=64)  # of seven slots; segments longer than every sequence
 
 
 def test_scans_and_gradients_take_one_range_after_the_other_from_the_last_on(product_process):
@@ -367,7 +367,7 @@ def test_a_range_gets_its_slots_of_what_all_share_and_writes_to_the_same_place(p
 
 
 def test_states_at_borders_are_those_of_the_forward_and_gradients_go_on_from_range_to_range(product_process):
-    found, addresses, _ = product_process.run(run, replace(PACKED, range_slots=2))
+    found, addresses, _ = product_process.run(run, replace(IN_TWO, range_slots=2))
     scans = [launch.arguments for launch in found[2::2]]
     assert len(scans) == 4
     kept = addresses["operand"] + SLOTS * HV * 96 * 32 * 2
@@ -375,6 +375,27 @@ def test_states_at_borders_are_those_of_the_forward_and_gradients_go_on_from_ran
     for later, earlier in pairwise(scans):
         assert later["gradient_before"] == earlier["gradient_behind"] != later["gradient_behind"]
     assert 0 not in (scan[name] for scan in scans for name in ("border_state", "gradient_behind", "gradient_before"))
+
+
+def test_gradients_are_computed_beside_the_scan_of_the_next_range_where_that_leaves_sms_idle(product_process):
+    """Three sequences of four heads have 48 blocks of the scan, on 132 SMs."""
+    found, _, _ = product_process.run(run, replace(PACKED, range_slots=2))
+    names = ("plan", "rows", "scan", "scan", "gradients", "scan", "gradients", "scan", "gradients", "gradients")
+    assert [launch.kernel.split("_")[1] for launch in found] == list(names)
+    scans = [launch.arguments for launch in found if "scan" in launch.kernel]
+    gradients = [launch.arguments for launch in found if "gradients" in launch.kernel]
+    assert [launch["is_beside"] for launch in gradients] == [1, 1, 1, 0]
+    assert {scan["has_links"] for scan in scans} == {0}
+    for name in ("errors_desc", "states_desc", "dstates_desc"):
+        for scan, launch in zip(scans, gradients, strict=True):
+            assert scan[name] == launch[name]
+        addresses = [scan[name].address for scan in scans]
+        assert addresses[0] == addresses[2] != addresses[1] == addresses[3]
+        assert addresses[0] - addresses[1] == 2 * scans[1][name].strides[-1]
+    many, _, _ = product_process.run(run, Call(batch=5, range_slots=2))
+    assert [launch.kernel.split("_")[1] for launch in many[2:]] == ["scan", "gradients"] * (len(many) // 2 - 1), (
+        "80 blocks"
+    )
 
 
 def test_segments_of_ranges_have_places_for_every_sequence(product_process):
@@ -439,8 +460,10 @@ def test_gradients_get_everything(product_process):
         "tokens": 300,
         "scale": 0.25,
         "use_l2norm": 1,
+        "is_beside": 0,
     }
     assert_arguments(gradients, expected)
+    assert [launch.programmatic for launch in (plan, rows, scan, gradients)] == [0, 0, 1, 1]
 
 
 def test_flags_do_not_stand_for_each_other(product_process):

@@ -295,6 +295,37 @@ def test_chunks_in_ranges_give_what_they_give_together(backward, case, has_dht):
                 assert relative([other[behind]], [one[behind].double()]) <= LIMITS[name], (range_slots, name)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(BORDERS, heads=(2, 2)),
+        Case("one", tokens=1500, heads=(8, 16), gates="slow"),
+        Case("dense", tokens=200, batch=3, gates="mild", initial=None),
+    ],
+    ids=["packed", "one", "dense"],
+)
+def test_gradients_beside_the_scan_of_the_next_range_change_no_bit(backward, case):
+    """Calls of few heads, whose scans are not cut then, against the same ranges one kernel after the other."""
+    call = make_call(case)
+    grads = make_gradients(call)
+    for range_slots in range(1, slots_of(call)):
+        apart = run(backward, dataclasses.replace(case, segment=UNCUT), call, grads, range_slots=range_slots)
+        for _ in range(3):
+            beside = run(backward, case, call, grads, range_slots=range_slots)
+            for name, one, other in zip(NAMES, apart, beside, strict=True):
+                assert torch.equal(one, other), (range_slots, name)
+
+
+def test_gradients_beside_scans_repeat_bit_for_bit(backward):
+    case = Case("beside", tokens=16384, heads=(16, 16), gates="mild", l2norm=True)
+    call = make_call(case)
+    grads = make_gradients(call)
+    results = run(backward, case, call, grads, range_slots=33)
+    for _ in range(30):
+        again = run(backward, case, call, grads, range_slots=33)
+        assert all(torch.equal(one, other) for one, other in zip(results, again, strict=True))
+
+
 def cases_with_ranges():
     for slots in (3, 7, 14, 20):
         yield dataclasses.replace(BORDERS, id=f"packed-{slots}"), slots

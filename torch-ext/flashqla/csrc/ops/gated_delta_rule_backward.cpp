@@ -4,7 +4,8 @@
 //
 // With `range_slots` the scans and the gradients take one range of so many slots of chunks after the other, on the same scratch,
 // from the last to the first: each from the states that the forward has kept of the border before it, with the gradients of those
-// behind.
+// behind. Where the scan of a range leaves much of the GPU idle, the gradients of the range before it on the stream are computed
+// beside it, on scratch of their own (programmatic launches).
 #include "../generated/launchers.h"
 #include "../runtime/registration.h"
 #include "../runtime/tensor.h"
@@ -22,6 +23,7 @@ constexpr int64_t ROW_VECTORS = 9, PAIR_VECTORS = 3, NORM_VECTORS = 2;  // float
 constexpr int64_t DIRECTIONS = 2;  // states from the first chunk on, their gradients from the last
 constexpr int64_t MAKERS = 3;      // of a segment's state, its transition and the gradient of its state
 constexpr int64_t TRANSITION_PARTS = 4;
+constexpr double MOST_BESIDE = 0.6;  // of the SMs that an uncut scan may fill for gradients to be computed beside it
 constexpr int32_t NO_DENSE_LENGTH = -1;
 
 // Chunks that are worked on together: those of some slots, which the scans and the gradients count from the first of them on.
@@ -41,6 +43,7 @@ struct Sizes {
   int64_t range_slots;   // of each range but the last, which may have fewer
   int64_t ranges;
   SegmentPlan segments;  // of each range
+  bool are_beside;       // whether gradients are computed beside the scan of the next range
 
   Range range(int64_t index) const {
     const int64_t first = index * range_slots;
@@ -110,6 +113,7 @@ void check_arguments(Arguments& arguments) {
 // One plan serves all ranges, each of which has its share of the sequences, more or less, and places for all.
 SegmentPlan plan_ranges(const Sizes& sizes, int64_t segment_chunks, int64_t multiprocessors) {
   const int64_t longest = sizes.dense_length == NO_DENSE_LENGTH ? sizes.tokens : sizes.dense_length;
+  if (sizes.are_beside) segment_chunks = longest / CHUNK + 1;
   if (sizes.ranges == 1) {
     return plan_backward_segments(segment_chunks, sizes.tokens, longest, sizes.sequences, sizes.v_heads, multiprocessors);
   }
@@ -125,7 +129,7 @@ SegmentPlan plan_ranges(const Sizes& sizes, int64_t segment_chunks, int64_t mult
 
 Sizes read_sizes(Arguments& arguments) {
   const TensorView &q = arguments.q.view(), &v = arguments.v.view();
-  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, 0, 1, {}};
+  Sizes sizes{q.size[0] * q.size[1], q.size[2], v.size[2], q.size[0], 0, NO_DENSE_LENGTH, 0, 1, {}, false};
   require_int32(sizes.tokens, OP, "the number of tokens");
   if (arguments.cu_seqlens.has_value()) {
     require_offsets(arguments.cu_seqlens, q);
@@ -143,7 +147,10 @@ Sizes read_sizes(Arguments& arguments) {
                  "range_slots is %lld and operand is missing, which has the states between ranges; hand over what the forward "
                  "returned, or 0.",
                  static_cast<long long>(arguments.range_slots));
-  sizes.segments = plan_ranges(sizes, arguments.segment_chunks, device_properties(q.device).multiprocessors);
+  const int64_t multiprocessors = device_properties(q.device).multiprocessors;
+  sizes.are_beside = sizes.ranges > 1 && arguments.segment_chunks == 0 &&
+                     double(sizes.sequences * sizes.v_heads * HALVES * DIRECTIONS) <= MOST_BESIDE * double(multiprocessors);
+  sizes.segments = plan_ranges(sizes, arguments.segment_chunks, multiprocessors);
   require_int32(sizes.segments.slots * sizes.v_heads * HALVES * MAKERS, OP,
                 "six times the segments times value heads");
   const ArgumentTensor* const states[] = {&arguments.initial_state, &arguments.dht};
@@ -226,11 +233,13 @@ class Backward {
     inputs.dfinal = has_dfinal ? as_contiguous_float32(arguments_.dht, dfinal_copy).data : unused;
     launch_plan_kernel(scratch);
     launch_kernels_of_rows(inputs, scratch);
-    for (int64_t i = sizes_.ranges - 1; i >= 0; i--) {
-      const Scratch part = scratch_of(scratch, sizes_.range(i));
-      launch_scan_kernels(inputs, part);
-      launch_gradient_kernel(part);
+    const int64_t last = sizes_.ranges - 1;
+    for (int64_t i = last; i >= 0; i--) {
+      launch_scan_kernels(inputs, scratch_of(scratch, sizes_.range(i)));
+      if (!sizes_.are_beside) launch_gradient_kernel(scratch_of(scratch, sizes_.range(i)), false);
+      if (sizes_.are_beside && i < last) launch_gradient_kernel(scratch_of(scratch, sizes_.range(i + 1)), true);
     }
+    if (sizes_.are_beside) launch_gradient_kernel(scratch_of(scratch, sizes_.range(0)), false);
   }
 
   // Arguments that may be copies.
@@ -248,11 +257,12 @@ class Backward {
     TensorView border_state, gradient_before, gradient_behind;  // where a range begins, there, and where it ends
   };
 
-  // Errors and states are of one range at a time.
+  // Errors and states are of one range at a time, or of two in turns.
   void add_arrays(Workspace& workspace, Scratch& scratch) {
     const int32_t int32 = aoti_torch_dtype_int32(), float32 = aoti_torch_dtype_float32(), device = scope_.index();
     const int32_t dtype = arguments_.q.view().dtype;
-    const int64_t slots = sizes_.slots, v_heads = sizes_.v_heads, range_slots = sizes_.range(0).slots;
+    const int64_t slots = sizes_.slots, v_heads = sizes_.v_heads;
+    const int64_t range_slots = sizes_.range(0).slots * (sizes_.are_beside ? 2 : 1);
     const int64_t cut = sizes_.segments.links ? sizes_.segments.slots * v_heads : 1;  // maps are made in any case
     workspace.add(scratch.chunks, "chunks", {slots, CHUNK_WORDS}, int32, device);
     workspace.add(scratch.segments, "segments", {sizes_.ranges, sizes_.segments.slots, SEGMENT_WORDS}, int32, device);
@@ -288,7 +298,8 @@ class Backward {
     TensorView* const of_all[] = {&part.chunks, &part.bound, &part.rows, &part.pairs, &part.norms, &part.solve};
     for (TensorView* array : of_all) *array = rows_of(*array, range.first_slot, range.slots);
     TensorView* const of_ranges[] = {&part.errors, &part.states, &part.dstates};
-    for (TensorView* array : of_ranges) *array = rows_of(*array, 0, range.slots);
+    const int64_t place = sizes_.are_beside && range.index % 2 == 1 ? sizes_.range(0).slots : 0;
+    for (TensorView* array : of_ranges) *array = rows_of(*array, place, range.slots);
     part.segments = contiguous_view("segments", rows_of(scratch.segments, range.index, 1).data, scratch.segments.dtype,
                                     scope_.index(), {sizes_.segments.slots, SEGMENT_WORDS});
     void* const unused = scratch.rows.data;
@@ -360,12 +371,13 @@ class Backward {
     }
   }
 
-  void launch_gradient_kernel(const Scratch& scratch) {
+  // Args: whether it begins with the kernel before it on the stream, the scan of another range, and ends no sooner.
+  void launch_gradient_kernel(const Scratch& scratch, bool is_beside) {
     const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_gradients_bf16 : launch_backward_gradients_fp16;
     launch(scope_, q(), k(), as_token_rows(arguments_.do_.view()), as_token_rows(dv_.view()), scratch.errors,
            scratch.states, scratch.dstates, scratch.rows, scratch.norms, scratch.chunks, as_token_rows(dq_.view()),
            as_token_rows(dk_.view()), as_gate(dg_.view()), as_gate(dbeta_.view()), static_cast<float>(arguments_.scale),
-           arguments_.use_l2norm);
+           arguments_.use_l2norm, is_beside);
   }
 
   int32_t words_per_entry() const { return flashqla::words_per_entry(arguments_.cu_seqlens); }
