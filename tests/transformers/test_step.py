@@ -105,6 +105,17 @@ def with_a_norm_of_its_own(net):
     vars(net.norm).pop("forward")
 
 
+class PlainNorm(torch.nn.Module):
+    """It has no parameter."""
+
+    def forward(self, x, gate):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:]) * torch.sigmoid(gate)
+
+
+def with_a_norm_without_a_weight(net):
+    net.norm = PlainNorm()
+
+
 def with_a_wide_convolution(net):
     net.conv1d.float()
 
@@ -120,6 +131,7 @@ def with_wide_gates(net):
     [
         (with_a_hook_on_the_norm, False),
         (with_a_norm_of_its_own, False),
+        (with_a_norm_without_a_weight, False),
         (with_a_wide_convolution, False),
         (with_wide_gates, True),
     ],
