@@ -3,11 +3,14 @@
 A stand-in takes the place of the compiled op; the kernels themselves are tested on an SM90 GPU.
 """
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from flashqla_hub.reference import gated_delta_rule, gated_delta_rule_backward
 
@@ -195,6 +198,25 @@ def test_what_a_forward_in_bfloat16_keeps_reaches_its_backward(kernel, compiled_
     o.sum().backward()
     assert [list(x.shape) for x in kept] == [[200 // 64 + (1 if bounds is None else 3) + 1, 2, 96, 32]]
     assert torch.equal(compiled_backward[0]["kept"], kept[0])
+
+
+@pytest.mark.parametrize("name", ["auto", "invariant", "off"])
+def test_a_tracer_finds_what_a_forward_keeps_without_knowing_a_size(part, name):
+    """How many tokens or sequences there are may depend on values, of which no branch may ask."""
+    path, shapes = part("gated_delta_rule.sm90_path"), ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        tokens, sequences = shapes.create_unbacked_symint(), shapes.create_unbacked_symint()
+        for x in (tokens, sequences):
+            torch._check(x >= 0)
+        rows_of_all = torch.empty(1, tokens, 32, 128, dtype=torch.bfloat16)
+        shape = path.residual_shape(rows_of_all, rows_of_all, torch.empty(sequences + 1, dtype=torch.int64), name)
+    for sizes in product((1, 64, 24_000, 25_000, 38_400, 65_536), (1, 2, 383, 384, 600)):
+        numbers = dict(zip((tokens.node.expr, sequences.node.expr), sizes, strict=True))
+        q, cu_seqlens = torch.empty(1, sizes[0], 32, 0, dtype=torch.bfloat16), torch.empty(sizes[1] + 1)
+        rows_of_shape = int(shape[0].node.expr.subs(numbers))
+        assert [rows_of_shape, *shape[1:]] == path.residual_shape(q, q, cu_seqlens, name)
+        slots, ranges = slots_of(q, cu_seqlens), part("gated_delta_rule.plan").range_slots(*sizes, 32, name)
+        assert rows_of_shape == slots + -(-slots // 1536) + 11 * ((slots - 1) // ranges if ranges else 0)
 
 
 @pytest.fixture
