@@ -338,7 +338,7 @@ BACKWARD_REFUSALS = {
         {"residuals": EMPTY(2, 8, 3, 5)},
         ValueError,
         "residuals has shape [2, 8, 3, 5]; the forward of this call keeps [1, 8, 3, 5]: "
-        "pass what chunk_gated_delta_rule_fwd returned for the same inputs and chunk_size.",
+        "pass what chunk_gated_delta_rule_fwd returned for the same inputs, chunk_size and plan.",
     ),
     "a gradient of another shape": (
         {"do": EMPTY(2, 6, 4, 3)},
@@ -388,7 +388,7 @@ def test_residuals_of_another_chunk_size_are_refused(kernel, part):
     problem = make_problem(1, tokens, 64, 64, dim_k=1, dim_v=1, seed=910)
     inputs = [getattr(problem, name) for name in ("q", "k", "v", "g", "beta")]
     residuals = kernel.chunk_gated_delta_rule_fwd(*inputs, chunk_size=64).residuals
-    with pytest.raises(ValueError, match="for the same inputs and chunk_size"):
+    with pytest.raises(ValueError, match="for the same inputs, chunk_size and plan"):
         kernel.chunk_gated_delta_rule_bwd(*inputs, residuals, problem.do, chunk_size=16)
 
 
