@@ -41,9 +41,9 @@ def step(
     """
     weight, norm = layer.conv1d.weight, layer.norm
     if torch.is_grad_enabled() or not (
-        _has_sizes(layer, qkv, z, a, conv, states)
+        _is_plain_norm(norm)
+        and _has_sizes(layer, qkv, z, a, conv, states)
         and _has_dtypes(layer, qkv, z, b, a, conv, states)
-        and _is_plain_norm(norm)
         and explain_device(qkv, SM90_STEP) is None
     ):
         return None

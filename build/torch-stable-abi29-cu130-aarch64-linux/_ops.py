@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_4673525abe6d"
+NAMESPACE = "_flashqla_55fc73ad325a"
 ops = getattr(torch.ops, NAMESPACE)
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-NAMESPACE = "_flashqla_b22a58191838"
+NAMESPACE = "_flashqla_1c3662f0e66d"
 ops = getattr(torch.ops, NAMESPACE)
 
 

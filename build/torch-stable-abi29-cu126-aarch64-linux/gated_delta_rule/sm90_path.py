@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._ops import ops
 from ..library import call_op
-from .plan import PLANS, range_slots
+from .plan import PLANS, num_borders, range_slots
 
 CHUNK = 64  # tokens of a chunk of the kernels
 RESIDUAL_DTYPE = torch.bfloat16  # of what a forward keeps, and of the inputs of one that keeps anything
@@ -47,9 +47,9 @@ def residual_shape(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], plan: str
     if q.dtype != RESIDUAL_DTYPE:
         return [0]
     tokens, sequences, v_heads = _sizes(q, v, cu_seqlens)
-    slots, ranges = tokens // CHUNK + sequences, range_slots(tokens, sequences, v_heads, plan)
-    bounds, borders = (slots + BOUNDS_OF_TILE - 1) // BOUNDS_OF_TILE, (slots - 1) // ranges if ranges else 0
-    return [slots + bounds + BORDER_SLOTS * borders, v_heads, *TRIANGLE]
+    slots = tokens // CHUNK + sequences
+    bounds = (slots + BOUNDS_OF_TILE - 1) // BOUNDS_OF_TILE
+    return [slots + bounds + BORDER_SLOTS * num_borders(tokens, sequences, v_heads, plan), v_heads, *TRIANGLE]
 
 
 def _sizes(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> Tuple[int, int, int]:

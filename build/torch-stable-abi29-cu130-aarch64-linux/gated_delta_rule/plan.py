@@ -1,6 +1,9 @@
 """How a call is cut into chunks and slabs: policy as pure functions of shapes."""
 
+from functools import reduce
 from typing import Optional
+
+from torch import sym_max, sym_min
 
 CHUNK_SIZES = (16, 32, 64)
 
@@ -20,15 +23,27 @@ STATES_OF_CHUNK = 2 * 128 * 128 * 2
 SLAB_CHUNK_HEADS = 512
 
 
+def num_borders(num_tokens: int, num_sequences: int, num_v_heads: int, plan: str) -> int:
+    """Borders between ranges of chunks that an SM90 backward takes one after the other: 1, or 0 if it takes all at once.
+
+    The forward has to keep the states at a border, which its kernel for many short sequences cannot; they are taken at once.
+    So is everything if the plan says how sequences are cut. No branch depends on sizes, which a tracer may not know.
+    """
+    if plan != "auto":
+        return 0
+    slots = num_tokens // 64 + num_sequences
+    states = slots * num_v_heads
+    surplus = (1, states - STATES_AT_ONCE // STATES_OF_CHUNK, num_tokens - 64 * num_sequences, slots - 1)
+    return max(min(surplus), 0) if type(states) is int else sym_max(reduce(sym_min, surplus), 0)
+
+
 def range_slots(num_tokens: int, num_sequences: int, num_v_heads: int, plan: str) -> int:
     """Slots of chunks that an SM90 backward takes at once, or 0 for all.
 
-    Slots are those of the kernels, num_tokens // 64 + num_sequences. The forward has to keep the states between ranges, which
-    its kernel for many short sequences cannot; they are taken at once. So is everything if the plan says how sequences are cut.
+    Slots are those of the kernels, num_tokens // 64 + num_sequences.
     """
     slots = num_tokens // 64 + num_sequences
-    is_large = slots * num_v_heads * STATES_OF_CHUNK > STATES_AT_ONCE
-    return (slots + 1) // 2 if is_large and num_tokens > 64 * num_sequences and plan == "auto" else 0
+    return (slots + 1) // 2 if num_borders(num_tokens, num_sequences, num_v_heads, plan) else 0
 
 
 def chunk_length(num_tokens: int, chunk_size: int) -> int:

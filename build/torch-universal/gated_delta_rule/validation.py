@@ -184,7 +184,7 @@ def check_residuals(residuals: Tensor, expected: list) -> None:
     if _shape(residuals) not in (expected, [0]):
         raise ValueError(
             f"residuals has shape {_shape(residuals)}; the forward of this call keeps {expected}: "
-            "pass what chunk_gated_delta_rule_fwd returned for the same inputs and chunk_size."
+            "pass what chunk_gated_delta_rule_fwd returned for the same inputs, chunk_size and plan."
         )
 
 
