@@ -188,6 +188,11 @@ def build_backward_plan():
                 next_place = T.min(T.truncdiv(T.max(0, end - base), step) + sequence + 1, segment_slots)
                 if sequence == sequences - 1:
                     next_place = segment_slots
+                # Offsets that decrease would lead out of the range, and out of its segments.
+                own_slot = T.max(own_slot, from_slot)
+                length = T.min(length, CHUNK * T.max(0, until_slot - own_slot))
+                places = T.min(T.truncdiv(length + step - 1, step), T.max(0, segment_slots - first_place))
+                length = T.min(length, places * step)
                 own_slot -= from_slot
                 write_segments(
                     segments, part, sequence, first, length, own_slot, first_place, lowest_place, next_place,
