@@ -98,10 +98,14 @@ def require_alike(runs: Sequence[dict]) -> None:
     first, *others = [run for run in runs if "compared" in run] or [{}]
     for other in others:
         for name, value in first["compared"].items():
-            if other["compared"].get(name) != value:
+            found = other["compared"].get(name)
+            if found != value:
+                one, another = f"the run of {first['kernel']}", f"that of {other['kernel']}"
+                if first["kernel"] == other["kernel"]:
+                    one, another = f"one run of {first['kernel']}", "another"
                 raise FinetuneError(
-                    f"{name.replace('_', '-')} is {value} in the run of {first['kernel']} and {other['compared'].get(name)} "
-                    f"in that of {other['kernel']}; compare runs that have the same options."
+                    f"{name.replace('_', '-')} is {value} in {one} and {found} in {another}; compare runs that have the same "
+                    "options."
                 )
 
 

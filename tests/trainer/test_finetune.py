@@ -267,6 +267,14 @@ def test_comparisons_made_apart_are_joined(run, tmp_path):
     assert other.exit_code == 1 and "seed is 0 in the run of flashqla and 1 in that of plain" in other.output
 
 
+def test_two_runs_of_one_implementation_that_differ_are_told_apart():
+    runs = [{"kernel": "flashqla", "compared": {"seq_len": length}} for length in (64, 128)]
+    with pytest.raises(
+        FinetuneError, match="seq-len is 64 in one run of flashqla and 128 in another; compare runs that"
+    ):
+        compare.require_alike(runs)
+
+
 @pytest.mark.slow
 def test_packed_rows_are_compared_with_documents_one_at_a_time(run, tmp_path, documents):
     """By this kernel and by plain transformers, which cannot pack them; unbroken text would give other losses."""
