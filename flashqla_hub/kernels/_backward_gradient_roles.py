@@ -26,10 +26,9 @@ from ._backward_gradient_tiles import (
     STATES,
 )
 from ._backward_scan_tiles import phase, phase_before
+from ._ready import order_copies, take_work
 from ._sm90 import (
     CHUNK,
-    CHUNK_FIRST_TOKEN,
-    CHUNK_ROWS,
     GRADIENT_ROWS,
     HEAD_DIM,
     ROW_DECAY,
@@ -42,6 +41,10 @@ from ._sm90 import (
     VANISHING,
     WARP,
     WARPGROUP,
+    WORK_FIRST_TOKEN,
+    WORK_KEY_HEAD,
+    WORK_ROWS,
+    WORK_SLOT,
 )
 from ._tile import arrive, wait
 
@@ -317,8 +320,12 @@ def pair_head(thread, t, b, r, works, heads, rows, scale):
 
 
 @T.macro
-def write_gradient(dtype, t, r, slot, source, out, first, rows, head, use_l2norm):
+def write_gradient(dtype, t, r, slot, source, out, use_l2norm):
     """Rows of a gradient, without the part along the rows themselves if they are normalised."""
+    first, head, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    first = t.work[slot, WORK_FIRST_TOKEN]
+    head = t.work[slot, WORK_KEY_HEAD]
+    rows = t.work[slot, WORK_ROWS]
     if use_l2norm != 0:
         for a, c in T.Parallel(CHUNK, HEAD_DIM):
             r.product[a, c] = r.grad[a, c] * T.cast(t.tokens[slot * SOURCES + source, a, c], FLOAT32)
@@ -341,38 +348,29 @@ def start_rows(t, r, slot, norm):
 
 
 @T.macro
-def find_work(work, place, chunks, count, key_heads, blocks, turn, block):
-    """place = slot, key head, first token, rows of the turn's chunk; no rows if there is none."""
-    work = turn * blocks + block
-    for word in T.unroll(4):
-        place[word] = 0
-    if work < count:
-        place[0] = T.truncdiv(work, key_heads)
-        place[1] = T.truncmod(work, key_heads)
-        place[2] = chunks[place[0], CHUNK_FIRST_TOKEN]
-        place[3] = chunks[place[0], CHUNK_ROWS]
+def look_up(t, b, works):
+    """Waits until it is known which chunk comes next."""
+    wait(b.work_ready, works % SLOTS, phase(works, SLOTS))
 
 
 @T.macro
-def look_ahead(work, ahead, chunks, count, key_heads, blocks, turn, block):
-    """ahead = first token and rows of the next turn's chunk, which are on their way while this one is worked on."""
-    work = (turn + 1) * blocks + block
-    ahead[0] = 0
-    ahead[1] = 0
-    if work < count:
-        ahead[0] = chunks[T.truncdiv(work, key_heads), CHUNK_FIRST_TOKEN]
-        ahead[1] = chunks[T.truncdiv(work, key_heads), CHUNK_ROWS]
+def find_work(thread, t, b, works, queue, cursors, chunks, places, key_heads, tokens):
+    """t.work <- the chunk that is next in the queue, for all roles, once a slot for its tokens is free."""
+    wait(b.tokens_free, works % SLOTS, phase_before(works, SLOTS))
+    take_work(t.work, works % SLOTS, t.has_ended, queue, cursors, chunks, places, key_heads, tokens, thread)
+    arrive(b.work_ready, works % SLOTS, thread)
 
 
 @T.macro
-def load_tokens(thread, t, b, place, works, q, k, norms):
-    slot, token, head = works % SLOTS, place[2], place[1]
-    wait(b.tokens_free, slot, phase_before(works, SLOTS))
+def load_tokens(thread, t, b, works, q, k, norms):
+    """After `find_work`, which has waited for the slot."""
+    slot = works % SLOTS
+    token, head = t.work[slot, WORK_FIRST_TOKEN], t.work[slot, WORK_KEY_HEAD]
     T.tma_copy(
         q[token : token + CHUNK, head, :], t.tokens[slot * SOURCES + QUERIES, :, :], barrier=b.tokens_ready[slot]
     )
     T.tma_copy(k[token : token + CHUNK, head, :], t.tokens[slot * SOURCES + KEYS, :, :], barrier=b.tokens_ready[slot])
-    T.tma_copy(norms[place[0], head, :, :], t.norms[slot, :, :], barrier=b.tokens_ready[slot])
+    T.tma_copy(norms[t.work[slot, WORK_SLOT], head, :, :], t.norms[slot, :, :], barrier=b.tokens_ready[slot])
     arrive(b.tokens_ready, slot, thread)
 
 
@@ -463,3 +461,63 @@ def sum_head(thread, t, b, heads, first, rows, head, dg, dbeta):
         if row < rows:
             dg[first + row, head] = T.Select(gate < STRONGEST_GATE + ROUNDING, 0.0, total[e])
     arrive(b.rows_free, slot, thread)
+
+
+@T.macro
+def supply_tokens(
+    thread, t, b, queue, cursors, chunks, places, key_heads, group, tokens, q, k, norms, dout, dv, errors, row_scales
+):
+    """Takes chunk after chunk from the queue and loads all of it but states."""
+    works, heads, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    works, heads, rows = 0, 0, 1
+    while rows > 0:
+        find_work(thread, t, b, works, queue, cursors, chunks, places, key_heads, tokens)
+        slot = works % SLOTS
+        rows = t.work[slot, WORK_ROWS]
+        if rows > 0:
+            order_copies()
+            load_tokens(thread, t, b, works, q, k, norms)
+            for member in T.serial(group):
+                load_head(
+                    thread, t, b, t.work[slot, WORK_SLOT], t.work[slot, WORK_KEY_HEAD] * group + member,
+                    t.work[slot, WORK_FIRST_TOKEN], heads, dout, dv, errors, row_scales,
+                )  # fmt: skip
+                heads += 1
+            works += 1
+
+
+@T.macro
+def supply_states(thread, t, b, group, states, dstates):
+    """Loads the states of the chunks that are taken."""
+    works, heads, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    works, heads, rows = 0, 0, 1
+    while rows > 0:
+        look_up(t, b, works)
+        slot = works % SLOTS
+        rows = t.work[slot, WORK_ROWS]
+        if rows > 0:
+            order_copies()
+            for member in T.serial(group):
+                head = t.work[slot, WORK_KEY_HEAD] * group + member
+                load_states(thread, t, b, t.work[slot, WORK_SLOT], head, heads, states, dstates)
+                heads += 1
+            arrive(b.tokens_free, slot, thread)
+            works += 1
+
+
+@T.macro
+def sum_heads(thread, t, b, group, dg, dbeta):
+    """dg and dbeta of the chunks that are taken."""
+    works, heads, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    works, heads, rows = 0, 0, 1
+    while rows > 0:
+        look_up(t, b, works)
+        slot = works % SLOTS
+        rows = t.work[slot, WORK_ROWS]
+        if rows > 0:
+            for member in T.serial(group):
+                head = t.work[slot, WORK_KEY_HEAD] * group + member
+                sum_head(thread, t, b, heads, t.work[slot, WORK_FIRST_TOKEN], rows, head, dg, dbeta)
+                heads += 1
+            arrive(b.tokens_free, slot, thread)
+            works += 1

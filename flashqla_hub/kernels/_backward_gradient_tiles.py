@@ -3,7 +3,7 @@
 import tilelang.language as T
 
 from ._backward_scan_tiles import phase, phase_before
-from ._sm90 import BACKWARD_GRADIENTS, CHUNK, GRADIENT_ROWS, HEAD_DIM, NORM_VECTORS, VALUE_TILE, WARP
+from ._sm90 import BACKWARD_GRADIENTS, CHUNK, GRADIENT_ROWS, HEAD_DIM, NORM_VECTORS, VALUE_TILE, WARP, WORK_WORDS
 from ._tile import Group, alloc_barriers
 from .protocol import Barriers as BarrierSlots
 from .protocol import Protocol, arrive, done, read, wait, write
@@ -25,7 +25,8 @@ class Tiles(Group):
     """Shared memory: q and k in `tokens` by slot and source; tiles of a head by halves of the value columns.
 
     `pairs` holds what queries, and keys, read of a token. `parts` and `columns` hold a head's contributions to dg and dbeta, the
-    latter sums over a few rows each.
+    latter sums over a few rows each. `work` says which chunk a slot of `tokens` is of, `has_ended`
+    that no tile will come any more.
     """
 
     suffix = "_smem"
@@ -40,6 +41,8 @@ class Tiles(Group):
         self.parts = T.alloc_shared((SLOTS, BACKWARD_GRADIENTS.parts, CHUNK), "float32")
         padded = CHUNK + BACKWARD_GRADIENTS.column_padding
         self.columns = T.alloc_shared((COLUMN_GROUPS, padded), "float32")
+        self.work = T.alloc_shared((SLOTS, WORK_WORDS), "int32")
+        self.has_ended = T.alloc_shared((1,), "int32")
 
 
 class Barriers(Group):
@@ -111,7 +114,7 @@ READERS = {
 
 STATE_TILES = ("dstates", "states")
 CONSUMERS = ("queries", "keys", "pairs")
-WARPS = {name: getattr(BACKWARD_GRADIENTS, name).warps for name in CONSUMERS} | {"sum": 1}
+WARPS = {name: getattr(BACKWARD_GRADIENTS, name).warps for name in CONSUMERS} | {"sum": 1, "load_states": 1}
 
 
 def _slots(name):
@@ -134,72 +137,86 @@ def _heads(trip):
     return range(trip * HEADS_OF_A_TRIP, (trip + 1) * HEADS_OF_A_TRIP)
 
 
-def _queries(trips):
-    for i in range(trips):
-        yield from _take("tokens", i)
-        for head in _heads(i):
-            for name in ("rows", "dstates", "states"):
-                yield from _take(name, head)
-            yield from _leave("queries", "rows", head)
-            yield from _leave("queries", "dstates", head)
-            yield wait("parts_free", head % SLOTS, phase_before(head, SLOTS))
-            yield write("parts_queries", head % SLOTS, head)
-            yield from _take("dout", head)
-            for name in ("dout", "states"):
-                yield from _leave("queries", name, head)
-            yield arrive("parts_ready", head % SLOTS, WARPS["queries"])
-            yield from _take("pairs", head)
-            yield from _leave("queries", "pairs", head)
-        yield from _leave("queries", "tokens", i)
+def _with_chunks(role, program):
+    """The role that runs `program` for each chunk whose record it finds, up to the record that says that there is no more."""
+
+    def run(trips):
+        for i in range(trips + 1):
+            slot = i % SLOTS
+            yield wait("work_ready", slot, phase(i, SLOTS))
+            yield read("work", slot, i)
+            if i < trips:
+                yield from program(i)
+            yield done("work", slot, i)
+            if i < trips:
+                yield arrive("tokens_free", slot, WARPS[role])
+
+    return run
 
 
-def _keys(trips):
-    for i in range(trips):
-        yield from _take("tokens", i)
-        for head in _heads(i):
-            slot = head % SLOTS
-            yield from _take("rows", head)
-            yield wait("parts_free", slot, phase_before(head, SLOTS))
-            for name in ("errors", "dstates"):
-                yield from _take(name, head)
-            for name in ("errors", "dstates"):
-                yield from _leave("keys", name, head)
-            yield write("parts_keys", slot, head)
-            for name in ("dv", "states"):
-                yield from _take(name, head)
-            for name in ("dv", "states", "rows"):
-                yield from _leave("keys", name, head)
-            yield arrive("parts_ready", slot, WARPS["keys"])
-            yield from _take("pairs", head)
-            yield from _leave("keys", "pairs", head)
-        yield from _leave("keys", "tokens", i)
+def _queries(trip):
+    yield from _take("tokens", trip)
+    for head in _heads(trip):
+        for name in ("rows", "dstates", "states"):
+            yield from _take(name, head)
+        yield from _leave("queries", "rows", head)
+        yield from _leave("queries", "dstates", head)
+        yield wait("parts_free", head % SLOTS, phase_before(head, SLOTS))
+        yield write("parts_queries", head % SLOTS, head)
+        yield from _take("dout", head)
+        for name in ("dout", "states"):
+            yield from _leave("queries", name, head)
+        yield arrive("parts_ready", head % SLOTS, WARPS["queries"])
+        yield from _take("pairs", head)
+        yield from _leave("queries", "pairs", head)
+    yield done("tokens", trip % SLOTS, trip)
 
 
-def _pairs(trips):
-    for i in range(trips):
-        yield from _take("tokens", i)
-        for head in _heads(i):
-            slot = head % SLOTS
-            for name in ("rows", "errors", "dv"):
-                yield from _take(name, head)
-            yield from _leave("pairs", "dv", head)
-            yield wait("pairs_free", slot, phase_before(head, SLOTS))
-            yield write("pairs", slot, head)
-            yield from _take("dout", head)
-            for name in ("dout", "errors"):
-                yield from _leave("pairs", name, head)
-            yield arrive("pairs_ready", slot, WARPS["pairs"])
-            yield wait("parts_free", slot, phase_before(head, SLOTS))
-            yield write("parts_pairs", slot, head)
-            yield wait("parts_free", (head + 1) % SLOTS, phase_before(head + 1, SLOTS))
-            yield write("columns", 0, head)
-            yield from _leave("pairs", "rows", head)
-            yield arrive("parts_ready", slot, WARPS["pairs"])
-        yield from _leave("pairs", "tokens", i)
+def _keys(trip):
+    yield from _take("tokens", trip)
+    for head in _heads(trip):
+        slot = head % SLOTS
+        yield from _take("rows", head)
+        yield wait("parts_free", slot, phase_before(head, SLOTS))
+        for name in ("errors", "dstates"):
+            yield from _take(name, head)
+        for name in ("errors", "dstates"):
+            yield from _leave("keys", name, head)
+        yield write("parts_keys", slot, head)
+        for name in ("dv", "states"):
+            yield from _take(name, head)
+        for name in ("dv", "states", "rows"):
+            yield from _leave("keys", name, head)
+        yield arrive("parts_ready", slot, WARPS["keys"])
+        yield from _take("pairs", head)
+        yield from _leave("keys", "pairs", head)
+    yield done("tokens", trip % SLOTS, trip)
 
 
-def _sum_parts(trips):
-    for head in range(trips * HEADS_OF_A_TRIP):
+def _pairs(trip):
+    yield from _take("tokens", trip)
+    for head in _heads(trip):
+        slot = head % SLOTS
+        for name in ("rows", "errors", "dv"):
+            yield from _take(name, head)
+        yield from _leave("pairs", "dv", head)
+        yield wait("pairs_free", slot, phase_before(head, SLOTS))
+        yield write("pairs", slot, head)
+        yield from _take("dout", head)
+        for name in ("dout", "errors"):
+            yield from _leave("pairs", name, head)
+        yield arrive("pairs_ready", slot, WARPS["pairs"])
+        yield wait("parts_free", slot, phase_before(head, SLOTS))
+        yield write("parts_pairs", slot, head)
+        yield wait("parts_free", (head + 1) % SLOTS, phase_before(head + 1, SLOTS))
+        yield write("columns", 0, head)
+        yield from _leave("pairs", "rows", head)
+        yield arrive("parts_ready", slot, WARPS["pairs"])
+    yield done("tokens", trip % SLOTS, trip)
+
+
+def _sum_parts(trip):
+    for head in _heads(trip):
         slot = head % SLOTS
         yield from _take("rows", head)
         yield wait("parts_ready", slot, phase(head, SLOTS))
@@ -219,16 +236,23 @@ def _fill(name, trip):
 
 
 def _load(trips):
-    for i in range(trips):
-        yield from _fill("tokens", i)
-        for head in _heads(i):
-            for name in READERS:
-                if name not in STATE_TILES:
-                    yield from _fill(name, head)
+    """Behind the last chunk a record without rows."""
+    for i in range(trips + 1):
+        slot = i % SLOTS
+        yield wait("tokens_free", slot, phase_before(i, SLOTS))
+        yield write("work", slot, i)
+        yield arrive("work_ready", slot, 1)
+        if i < trips:
+            yield write("tokens", slot, i)
+            yield arrive("tokens_ready", slot, 1)
+            for head in _heads(i):
+                for name in READERS:
+                    if name not in STATE_TILES:
+                        yield from _fill(name, head)
 
 
-def _load_states(trips):
-    for head in range(trips * HEADS_OF_A_TRIP):
+def _load_states(trip):
+    for head in _heads(trip):
         for name in STATE_TILES:
             yield from _fill(name, head)
 
@@ -239,6 +263,7 @@ BACKWARD_GRADIENTS_PROTOCOL = Protocol(
         for name, count in BACKWARD_GRADIENTS.arrivals.items()
     },
     tiles={
+        "work": TileSlots(SLOTS, tuple(WARPS)),  # the record of a chunk
         "tokens": TileSlots(SLOTS, CONSUMERS),
         **{name: TileSlots(_slots(name), readers) for name, readers in READERS.items()},
         "pairs": TileSlots(SLOTS, ("queries", "keys")),
@@ -246,11 +271,11 @@ BACKWARD_GRADIENTS_PROTOCOL = Protocol(
         "columns": TileSlots(1, ("sum",)),
     },
     roles={
-        "queries": _queries,
-        "keys": _keys,
-        "pairs": _pairs,
-        "sum": _sum_parts,
+        "queries": _with_chunks("queries", _queries),
+        "keys": _with_chunks("keys", _keys),
+        "pairs": _with_chunks("pairs", _pairs),
+        "sum": _with_chunks("sum", _sum_parts),
         "load": _load,
-        "load_states": _load_states,
+        "load_states": _with_chunks("load_states", _load_states),
     },
 )

@@ -2,7 +2,22 @@
 
 import tilelang.language as T
 
-from ._backward_scan_tiles import DECAY, ERROR, QUERY, READ, SCORES, SINCE, STAGES, TAKE, WRITE, phase, phase_before
+from ._backward_scan_tiles import (
+    ANNOUNCEMENTS,
+    AT_ONCE,
+    DECAY,
+    ERROR,
+    QUERY,
+    READ,
+    SCORES,
+    SINCE,
+    STAGES,
+    TAKE,
+    WRITE,
+    phase,
+    phase_before,
+)
+from ._ready import count_block
 from ._sm90 import (
     CHUNK,
     END_BORDER,
@@ -30,6 +45,7 @@ from ._sm90 import (
     UNFACTORED,
     VALUE_TILE,
     VANISHING,
+    WARP,
     WARPGROUP,
 )
 from ._tile import arrive, wait
@@ -43,6 +59,11 @@ HIGH, LOW = 0, 1  # each in two parts of 16 bits
 def outputs_of(item):
     """Chunks with outputs."""
     return item[ITEM_CHUNKS] - item[ITEM_SILENT]
+
+
+def batches_of(item):
+    """Announcements of chunks with outputs."""
+    return T.truncdiv(outputs_of(item) + AT_ONCE - 1, AT_ONCE)
 
 
 @T.macro
@@ -458,6 +479,42 @@ def load_reverse(thread, t, b, item, head, key_head, column, q, k, dout, solve, 
 
 
 @T.macro
+def tell(thread, b, batch):
+    """Tiles of so many chunks are in memory."""
+    wait(b.stored_free, batch % ANNOUNCEMENTS, phase_before(batch, ANNOUNCEMENTS))
+    arrive(b.stored_ready, batch % ANNOUNCEMENTS, thread)
+
+
+@T.macro
+def report(thread, b, i):
+    """Behind the store of the i-th chunk: those before it are in memory."""
+    T.tma_store_wait(1, read=False)
+    if T.And(i > 0, i % AT_ONCE == 0):
+        tell(thread, b, T.truncdiv(i, AT_ONCE) - 1)
+
+
+@T.macro
+def report_rest(thread, b, item):
+    """Behind the last chunk: all are."""
+    T.tma_store_wait(0, read=False)
+    if outputs_of(item) > 0:
+        tell(thread, b, batches_of(item) - 1)
+
+
+@T.macro
+def announce(thread, b, item, is_reverse, arrivals, queue, cursors, chunk_slots, key_head, key_heads, group):
+    """Counts the chunks that both storers have in memory, a lane each; of offsets that decrease some may lie in no slot."""
+    for batch in T.serial(batches_of(item)):
+        lane = thread % WARP
+        i = batch * AT_ONCE + lane
+        wait(b.stored_ready, batch % ANNOUNCEMENTS, phase(batch, ANNOUNCEMENTS))
+        slot = item[ITEM_FIRST_SLOT] + T.Select(is_reverse, outputs_of(item) - 1 - i, item[ITEM_SILENT] + i)
+        if T.And(T.And(lane < AT_ONCE, i < outputs_of(item)), T.And(slot >= 0, slot < chunk_slots)):
+            count_block(arrivals, queue, cursors, slot * key_heads + key_head, group)
+        arrive(b.stored_free, batch % ANNOUNCEMENTS, thread)
+
+
+@T.macro
 def store_states(thread, t, b, item, head, half, is_reverse, states):
     """The state of every chunk with outputs to its slot."""
     for i in T.serial(outputs_of(item)):
@@ -467,23 +524,29 @@ def store_states(thread, t, b, item, head, half, is_reverse, states):
         T.tma_copy(t.state, states[slot, head, half, :, :])
         T.tma_store_wait(0)
         arrive(b.state_free, 0, thread)
+        report(thread, b, i)
+    report_rest(thread, b, item)
 
 
 @T.macro
 def store_errors(thread, t, b, item, head, half, errors):
     for i in T.serial(outputs_of(item)):
+        slot = item[ITEM_FIRST_SLOT] + item[ITEM_SILENT] + i
         wait(b.values_ready, 0, phase(i, 1))
         T.fence_proxy_async()  # here, where it holds up nobody who computes: it orders what the wait has seen
-        T.tma_copy(t.out, errors[item[ITEM_FIRST_SLOT] + item[ITEM_SILENT] + i, head, half, :, :])
+        T.tma_copy(t.out, errors[slot, head, half, :, :])
         T.tma_store_wait(0)
         arrive(b.values_free, 0, thread)
+        report(thread, b, i)
+    report_rest(thread, b, item)
 
 
 @T.macro
 def store_value_gradients(thread, lane, t, b, item, head, column, dv):
     """dv of every chunk with outputs; one that ends within the tile is stored row by row."""
     for i in T.serial(outputs_of(item)):
-        token = item[ITEM_FIRST_TOKEN] + (outputs_of(item) - 1 - i) * CHUNK
+        index = outputs_of(item) - 1 - i
+        token = item[ITEM_FIRST_TOKEN] + index * CHUNK
         rows = T.Select(T.And(i == 0, item[ITEM_SILENT] == 0), item[ITEM_LAST_ROWS], CHUNK)
         wait(b.values_ready, 0, phase(i, 1))
         T.fence_proxy_async()  # here, where it holds up nobody who computes: it orders what the wait has seen
@@ -495,3 +558,5 @@ def store_value_gradients(thread, lane, t, b, item, head, column, dv):
                 for e in T.vectorized(2):
                     dv[token + a, head, column + 2 * lane + e] = t.out[a, 2 * lane + e]
         arrive(b.values_free, 0, thread)
+        report(thread, b, i)
+    report_rest(thread, b, item)

@@ -18,6 +18,7 @@ from .protocol import Protocol, arrive, done, read, wait, write
 from .protocol import Tiles as TileSlots
 
 STAGES, SCORES = BACKWARD_SCAN.stages, BACKWARD_SCAN.scores_in_flight
+AT_ONCE, ANNOUNCEMENTS = BACKWARD_SCAN.announced_at_once, BACKWARD_SCAN.announcements
 DECAY, SINCE, READ, WRITE, QUERY, TAKE, ERROR = range(SCAN_ROWS)
 """Places of the row scales that the scans read, in the order of ROW_*."""
 
@@ -172,6 +173,13 @@ def _load(trips):
         yield arrive("chunk_ready", stage, 1)
 
 
+def _tell(event, batch):
+    slot = batch % ANNOUNCEMENTS
+    yield wait("stored_free", slot, phase_before(batch, ANNOUNCEMENTS))
+    yield write(f"stored_{event}", slot, batch)
+    yield arrive("stored_ready", slot, 1)
+
+
 def _store(tile, event):
     def role(trips):
         for i in range(trips):
@@ -179,8 +187,22 @@ def _store(tile, event):
             yield read(tile, 0, i)
             yield done(tile, 0, i)
             yield arrive(f"{event}_free", 0, 1)
+            if i > 0 and i % AT_ONCE == 0:
+                yield from _tell(event, i // AT_ONCE - 1)
+        if trips:
+            yield from _tell(event, (trips - 1) // AT_ONCE)
 
     return role
+
+
+def _announce(trips):
+    for batch in range((trips + AT_ONCE - 1) // AT_ONCE):
+        slot = batch % ANNOUNCEMENTS
+        yield wait("stored_ready", slot, phase(batch, ANNOUNCEMENTS))
+        for event in ("state", "values"):
+            yield read(f"stored_{event}", slot, batch)
+            yield done(f"stored_{event}", slot, batch)
+        yield arrive("stored_free", slot, 1)
 
 
 BACKWARD_SCAN_PROTOCOL = Protocol(
@@ -193,6 +215,8 @@ BACKWARD_SCAN_PROTOCOL = Protocol(
         "scores": TileSlots(SCORES, ("carry",)),
         "state": TileSlots(1, ("store_state",)),
         "out": TileSlots(1, ("store_values",)),
+        "stored_state": TileSlots(ANNOUNCEMENTS, ("announce",)),  # no tiles: that those of some chunks are in memory
+        "stored_values": TileSlots(ANNOUNCEMENTS, ("announce",)),
     },
     roles={
         "carry": _carry,
@@ -200,5 +224,6 @@ BACKWARD_SCAN_PROTOCOL = Protocol(
         "load": _load,
         "store_state": _store("state", "state"),
         "store_values": _store("out", "values"),
+        "announce": _announce,
     },
 )

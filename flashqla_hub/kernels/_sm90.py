@@ -229,6 +229,12 @@ PAIR_REFERENCE, PAIR_COLUMN, PAIR_ROW = range(PAIR_VECTORS)
 NORM_VECTORS = 2  # of a token and key head
 NORM_QUERY, NORM_KEY = range(NORM_VECTORS)
 
+CURSOR_WORDS = 2  # int32 words of a queue of chunks (`_ready.py`)
+CURSOR_TAKEN, CURSOR_FILLED = range(CURSOR_WORDS)
+BLOCKS_OF_HEAD = 4  # that write a chunk of a value head: both halves in both directions
+WORK_WORDS = 4  # int32 words that say which chunk a block of the gradient kernel works on
+WORK_SLOT, WORK_KEY_HEAD, WORK_FIRST_TOKEN, WORK_ROWS = range(WORK_WORDS)
+
 
 @dataclass(frozen=True)
 class BackwardRowsLayout:
@@ -247,10 +253,12 @@ class BackwardScanLayout:
 
     stages: int = 3  # chunks in flight
     scores_in_flight: int = 2  # chunks whose scores are there
+    announced_at_once: int = 4  # chunks, since that takes longer than a chunk
+    announcements: int = 2  # in flight
     directions: int = 2  # states from first to last chunk, their gradients from last to first
     state: Role = Role(WARPS_PER_GROUP, 240)
     scores: Role = Role(WARPS_PER_GROUP, 184)
-    movers: Role = Role(WARPS_PER_GROUP, 80)  # a loader, two storers and an idle warp
+    movers: Role = Role(WARPS_PER_GROUP, 80)  # a loader, two storers and a warp that announces what they have stored
 
     @property
     def halves(self) -> int:
@@ -281,6 +289,8 @@ class BackwardScanLayout:
             "state_free": 1,
             "values_ready": warps,
             "values_free": 1,
+            "stored_ready": 2,
+            "stored_free": 1,
             "link_ready": 1,
             "link_free": warps,
         }
@@ -288,6 +298,7 @@ class BackwardScanLayout:
     @property
     def barrier_slots(self) -> dict[str, int]:
         slots = dict.fromkeys(self.arrivals, 1) | dict.fromkeys(("chunk_ready", "chunk_free"), self.stages)
+        slots |= dict.fromkeys(("stored_ready", "stored_free"), self.announcements)
         return slots | dict.fromkeys(("scores_ready", "scores_free"), self.scores_in_flight)
 
     def shared_memory(self, dtype: str) -> int:
@@ -329,7 +340,10 @@ class BackwardGradientLayout:
         """Arrivals that complete a phase."""
         queries, keys, pairs = self.queries.warps, self.keys.warps, self.pairs.warps
         free = {
-            "tokens": queries + keys + pairs,
+            "tokens": queries
+            + keys
+            + pairs
+            + 2,  # and the warps that load states and sum up have read which chunk it is
             "rows": queries + keys + pairs + 1,
             "errors": keys + pairs,
             "dv": keys + pairs,
@@ -339,6 +353,7 @@ class BackwardGradientLayout:
         }
         loaded = {f"{name}_ready": 1 for name in free} | {f"{name}_free": count for name, count in free.items()}
         return loaded | {
+            "work_ready": 1,
             "pairs_ready": pairs,
             "pairs_free": queries + keys,
             "parts_ready": queries + keys + pairs,
@@ -348,7 +363,8 @@ class BackwardGradientLayout:
     @property
     def barrier_slots(self) -> dict[str, int]:
         once, slotted = dict.fromkeys(self.arrivals, 1), ("tokens", "rows", "pairs", "parts")
-        return once | {f"{name}_{event}": self.slots for name in slotted for event in ("ready", "free")}
+        several = {f"{name}_{event}": self.slots for name in slotted for event in ("ready", "free")}
+        return once | several | {"work_ready": self.slots}
 
     def shared_memory(self, dtype: str) -> int:
         """Bytes of all tiles, before alignment."""
@@ -357,7 +373,8 @@ class BackwardGradientLayout:
         columns = self.column_groups * (CHUNK + self.column_padding) * BYTES["float32"]
         slotted = 2 * wide + (NORM_VECTORS + GRADIENT_ROWS + self.parts) * row + 2 * square
         head = 3 * wide + 2 * HEAD_DIM * HEAD_DIM * BYTES[dtype]  # errors, dv, do; the state and its gradient
-        return self.slots * slotted + head + columns
+        words = (self.slots * WORK_WORDS + 1) * BYTES["int32"]
+        return self.slots * slotted + head + columns + words
 
 
 BACKWARD_ROWS = BackwardRowsLayout()

@@ -1,4 +1,4 @@
-"""Gated delta rule, backward: gradients of q, k, g and beta, chunk by chunk; blocks share the chunks out (SM90).
+"""Gated delta rule, backward: gradients of q, k, g and beta, chunk by chunk as chunks become ready (SM90).
 
 Per value head of a key head, with S before the chunk, dS behind it, errors E, D[t, s] = 2^(G_t - G_s) for s <= t and b the beta
 of a token, of the column where it stands behind D, or WEAKEST_STRENGTH where beta is closer to zero:
@@ -16,22 +16,27 @@ the other terms, so that q and k are multiplied as they are; they take their par
 A tile of a head is loaded anew as soon as its readers are through with it, while they still work on what they formed: bytes are
 what takes longest, and should never stop coming.
 
+Blocks begin beside the scan that writes errors, states and dv (programmatic launch), once the last of its blocks runs, and take
+chunk after chunk of a key head from the queue of `_ready.py`, which the scan fills. One warp waits for the end of the scan: who
+finds no chunk behind it is through, and this launch ends behind the scan's. Which block takes a chunk, and when, changes no bit.
+
 Reads        q k [T, H, 128] · dout dv [T, HV, 128] · errors states dstates of `backward_scan.py` · row_scales norms of
-             `backward_rows.py` · chunks [slots, 4]
+             `backward_rows.py` · chunks [slots, 4] · queue [slots * H], cursors [2] of `_ready.py`, of which it moves the first
 Writes       dq dk [T, H, 128] · dg dbeta [T, HV] f32, every row of a sequence
 
 Role       threads   registers   per head
 pairs      1 x 128   152         M and N, their part of dg and dbeta
 queries    1 x 128   160         rows of dq, their part of dg, <S, dS>
 keys       1 x 128   160         rows of dk, their part of dg and dbeta
-loader     1 x 32    40          q and k of two chunks, row scales of two heads, E, dV and dO
-loader     1 x 32    40          S and dS
+loader     1 x 32    40          takes chunks; q and k of two of them, row scales of two heads, E, dV and dO
+states     1 x 32    40          loads S and dS
 sum        1 x 32    40          dg and dbeta
-idle       1 x 32    40
+watch      1 x 32    40          says when the scan has ended
 
 Barrier          set by                    waited on by              arrivals
+work_ready       loader                    consumers, states, sum    1; the record of the chunk in this slot, or that none is left
 tokens_ready     loader                    queries, keys, pairs      1 and the bytes
-tokens_free      queries, keys, pairs      loader                    12
+tokens_free      consumers, states, sum    loader                    14; they are through with the record too
 rows_ready       loader                    consumers, sum            1 and the bytes
 rows_free        consumers, sum            loader                    13
 errors_ready     loader                    keys, pairs               1 and the bytes
@@ -40,10 +45,10 @@ dv_ready         loader                    keys, pairs               1 and the b
 dv_free          keys, pairs               loader                    8
 dout_ready       loader                    queries, pairs            1 and the bytes
 dout_free        queries, pairs            loader                    8
-states_ready     loader                    queries, keys             1 and the bytes
-states_free      queries, keys             loader                    8
-dstates_ready    loader                    queries, keys             1 and the bytes
-dstates_free     queries, keys             loader                    8
+states_ready     states                    queries, keys             1 and the bytes
+states_free      queries, keys             states                    8
+dstates_ready    states                    queries, keys             1 and the bytes
+dstates_free     queries, keys             states                    8
 pairs_ready      pairs                     queries, keys             4
 pairs_free       queries, keys             pairs                     8
 parts_ready      queries, keys, pairs      sum                       12
@@ -54,17 +59,15 @@ named 1, 2, 3    queries, keys, pairs      each its own              128, in a c
 import tilelang.language as T
 
 from ._backward_gradient_roles import (
-    find_work,
     key_head,
-    load_head,
-    load_states,
-    load_tokens,
-    look_ahead,
+    look_up,
     pair_head,
     query_head,
     receive_tokens,
     start_rows,
-    sum_head,
+    sum_heads,
+    supply_states,
+    supply_tokens,
     write_gradient,
 )
 from ._backward_gradient_tiles import (
@@ -80,10 +83,12 @@ from ._backward_gradient_tiles import (
     Tiles,
     column_fragment,
 )
+from ._ready import PROXY_CODE
 from ._sm90 import (
     BACKWARD_GRADIENTS,
     CHUNK,
     CHUNK_WORDS,
+    CURSOR_WORDS,
     HEAD_DIM,
     NORM_KEY,
     NORM_QUERY,
@@ -92,18 +97,20 @@ from ._sm90 import (
     VALUE_TILE,
     WARP,
     WARPGROUP,
+    WORK_ROWS,
 )
 from ._tile import arrive
 
 PROTOCOL = BACKWARD_GRADIENTS_PROTOCOL
 BLOCKS = BACKWARD_GRADIENTS.blocks
 QUERY_ROLE, KEY_ROLE, MOVERS = WARPGROUP, 2 * WARPGROUP, 3 * WARPGROUP  # first threads of roles
+STATE_LOADER, SUM, IDLE = MOVERS + WARP, MOVERS + 2 * WARP, MOVERS + 3 * WARP
 
 
 def build_backward_gradients(dtype):
     """The prim_func for q, k, v of `dtype`; arguments in README.md."""
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
-    chunk_slots = T.dynamic("chunk_slots")
+    chunk_slots, places = T.dynamic("chunk_slots"), T.dynamic("places")
     q_t, q_h, k_t, k_h, do_t, do_h = (T.dynamic(name, "int64") for name in ("q_t", "q_h", "k_t", "k_h", "do_t", "do_h"))
 
     @T.prim_func
@@ -118,6 +125,8 @@ def build_backward_gradients(dtype):
         row_scales: T.Tensor((chunk_slots, value_heads, ROW_VECTORS, CHUNK), "float32"),
         norms: T.Tensor((chunk_slots, key_heads, NORM_VECTORS, CHUNK), "float32"),
         chunks: T.Tensor((chunk_slots, CHUNK_WORDS), "int32"),
+        queue: T.Tensor((places,), "int32"),
+        cursors: T.Tensor((CURSOR_WORDS,), "int32"),
         dq: T.Tensor((tokens, key_heads, HEAD_DIM), dtype),
         dk: T.Tensor((tokens, key_heads, HEAD_DIM), dtype),
         dg: T.Tensor((tokens, value_heads), "float32"),
@@ -125,90 +134,80 @@ def build_backward_gradients(dtype):
         scale: T.float32,
         use_l2norm: T.int32,
     ):
-        with T.Kernel(BLOCKS, threads=BACKWARD_GRADIENTS.threads) as block:
+        with T.Kernel(BLOCKS, threads=BACKWARD_GRADIENTS.threads):
+            T.import_source(PROXY_CODE)
             t, b = Tiles(dtype), Barriers()
             of_queries, of_keys = QueryRegisters("_queries"), GradientRegisters("_keys")
             of_pairs = PairRegisters("_pairs")
             T.annotate_layout({of_pairs.columns: column_fragment()})
             thread = T.get_thread_binding()
+            group = T.truncdiv(value_heads, key_heads)
+            if thread == 0:
+                t.has_ended[0] = 0
+            T.sync_threads()
             if thread < QUERY_ROLE:
                 T.set_max_nreg(BACKWARD_GRADIENTS.pairs.registers, 1)
-                place = T.alloc_local((4,), "int32")
-                works, heads, work = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-                works, heads, work = 0, 0, 0
-                for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
-                    find_work(work, place, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
-                    if place[3] > 0:
-                        slot = works % SLOTS
-                        receive_tokens(dtype, thread, t, b, slot, works, place[3], 2)
-                        for _ in T.serial(T.truncdiv(value_heads, key_heads)):
-                            pair_head(thread, t, b, of_pairs, works, heads, place[3], scale)
+                works, heads, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+                works, heads, rows = 0, 0, 1
+                while rows > 0:
+                    slot = works % SLOTS
+                    look_up(t, b, works)
+                    rows = t.work[slot, WORK_ROWS]
+                    if rows > 0:
+                        receive_tokens(dtype, thread, t, b, slot, works, rows, 2)
+                        for _ in T.serial(group):
+                            pair_head(thread, t, b, of_pairs, works, heads, rows, scale)
                             heads += 1
                         arrive(b.tokens_free, slot, thread)
                         works += 1
             elif thread < KEY_ROLE:
                 T.set_max_nreg(BACKWARD_GRADIENTS.queries.registers, 1)
-                first, rows, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-                ahead = T.alloc_local((2,), "int32")
-                works, heads, work = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-                works, heads, work = 0, 0, 0
-                look_ahead(work, ahead, chunks, chunk_slots * key_heads, key_heads, BLOCKS, -1, block)
-                for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
-                    first = ahead[0]
-                    rows = ahead[1]
-                    look_ahead(work, ahead, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
+                works, heads, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+                works, heads, rows = 0, 0, 1
+                while rows > 0:
+                    slot = works % SLOTS
+                    look_up(t, b, works)
+                    rows = t.work[slot, WORK_ROWS]
                     if rows > 0:
-                        slot = works % SLOTS
                         receive_tokens(dtype, thread, t, b, slot, works, rows, 0)
                         start_rows(t, of_queries, slot, NORM_QUERY)
-                        for _ in T.serial(T.truncdiv(value_heads, key_heads)):
+                        for _ in T.serial(group):
                             query_head(thread, t, b, of_queries, works, heads, scale)
                             heads += 1
-                        head = T.truncmod(turn * BLOCKS + block, key_heads)
-                        write_gradient(dtype, t, of_queries, slot, QUERIES, dq, first, rows, head, use_l2norm)
+                        write_gradient(dtype, t, of_queries, slot, QUERIES, dq, use_l2norm)
                         arrive(b.tokens_free, slot, thread)
                         works += 1
             elif thread < MOVERS:
                 T.set_max_nreg(BACKWARD_GRADIENTS.keys.registers, 1)
-                first, rows, head = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-                ahead = T.alloc_local((2,), "int32")
-                works, heads, work = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-                works, heads, work = 0, 0, 0
-                look_ahead(work, ahead, chunks, chunk_slots * key_heads, key_heads, BLOCKS, -1, block)
-                for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
-                    first = ahead[0]
-                    rows = ahead[1]
-                    look_ahead(work, ahead, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
+                works, heads, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+                works, heads, rows = 0, 0, 1
+                while rows > 0:
+                    slot = works % SLOTS
+                    look_up(t, b, works)
+                    rows = t.work[slot, WORK_ROWS]
                     if rows > 0:
-                        slot = works % SLOTS
                         receive_tokens(dtype, thread, t, b, slot, works, rows, 1)
                         start_rows(t, of_keys, slot, NORM_KEY)
-                        for _ in T.serial(T.truncdiv(value_heads, key_heads)):
+                        for _ in T.serial(group):
                             key_head(thread, t, b, of_keys, works, heads)
                             heads += 1
-                        head = T.truncmod(turn * BLOCKS + block, key_heads)
-                        write_gradient(dtype, t, of_keys, slot, KEYS, dk, first, rows, head, use_l2norm)
+                        write_gradient(dtype, t, of_keys, slot, KEYS, dk, use_l2norm)
                         arrive(b.tokens_free, slot, thread)
                         works += 1
             else:
                 T.set_max_nreg(BACKWARD_GRADIENTS.movers.registers, 0)
-                place = T.alloc_local((4,), "int32")
-                works, heads, work = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-                works, heads, work = 0, 0, 0
-                for turn in T.serial(T.truncdiv(chunk_slots * key_heads + BLOCKS - 1, BLOCKS)):
-                    find_work(work, place, chunks, chunk_slots * key_heads, key_heads, BLOCKS, turn, block)
-                    if place[3] > 0:
-                        if thread < MOVERS + WARP:
-                            load_tokens(thread, t, b, place, works, q, k, norms)
-                        for member in T.serial(T.truncdiv(value_heads, key_heads)):
-                            head = place[1] * T.truncdiv(value_heads, key_heads) + member
-                            if thread < MOVERS + WARP:
-                                load_head(thread, t, b, place[0], head, place[2], heads, dout, dv, errors, row_scales)
-                            elif thread < MOVERS + 2 * WARP:
-                                load_states(thread, t, b, place[0], head, heads, states, dstates)
-                            elif thread < MOVERS + 3 * WARP:
-                                sum_head(thread, t, b, heads, place[2], place[3], head, dg, dbeta)
-                            heads += 1
-                        works += 1
+                if thread < STATE_LOADER:
+                    supply_tokens(
+                        thread, t, b, queue, cursors, chunks, places, key_heads, group, tokens, q, k, norms, dout, dv,
+                        errors, row_scales,
+                    )  # fmt: skip
+                elif thread < SUM:
+                    supply_states(thread, t, b, group, states, dstates)
+                elif thread < IDLE:
+                    sum_heads(thread, t, b, group, dg, dbeta)
+                else:
+                    T.pdl_sync()
+                    if thread == IDLE:
+                        T.atomic_store(t.has_ended[0], 1, memory_order="release")
 
     return backward_gradients

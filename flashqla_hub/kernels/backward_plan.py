@@ -2,16 +2,18 @@
 
 A backward may take its chunks in ranges of `range_slots` slots, one after the other. Each has segments of its own: offsets are
 clipped at the first tokens of its slots, which its segments count from its first, and sequences that have nothing in it have no
-segments there. A sequence that goes on beyond a border says so.
+segments there. A sequence that goes on beyond a border says so. Offsets that decrease mean nothing, but segments stay inside the
+slots of their range even then.
 
 Reads        cu_seqlens as 32-bit words
 Writes       chunks [slots, 4] int32: first token, rows (0 = unused slot), sequence ·
              segments [ranges, segment_slots, 7] int32: first token, tokens, first slot and chunks of the sequence, which
              sequence, which segment of it (-1 = unused), and beyond which borders it goes on (BORDER_*) ·
-             rows of dq dk dv dg dbeta below cu_seqlens[0] and from cu_seqlens[N] on
+             rows of dq dk dv dg dbeta below cu_seqlens[0] and from cu_seqlens[N] on · cursors [ranges, 2] int32 of `_ready.py`,
+             zeros
 
 Blocks       ranges * N: a sequence in a range each
-             then ZERO_BLOCKS: rows that no sequence has, in turn
+             then ZERO_BLOCKS: rows that no sequence has, in turn; the first of them the cursors too
 """
 
 import tilelang.language as T
@@ -25,6 +27,7 @@ from ._sm90 import (
     CHUNK_ROWS,
     CHUNK_SEQUENCE,
     CHUNK_WORDS,
+    CURSOR_WORDS,
     SEGMENT_BORDER,
     SEGMENT_CHUNKS,
     SEGMENT_FIRST_SLOT,
@@ -103,6 +106,15 @@ def find_border(found, cu_words, words_per_entry, dense_length, sequences, token
 
 
 @T.macro
+def clear_cursors(cursors, ranges, thread):
+    """Of the queues of `_ready.py`."""
+    for turn in T.serial(T.truncdiv(ranges * CURSOR_WORDS + THREADS - 1, THREADS)):
+        word = turn * THREADS + thread
+        if word < ranges * CURSOR_WORDS:
+            cursors[word // CURSOR_WORDS, word % CURSOR_WORDS] = 0
+
+
+@T.macro
 def zero_rows(words, first, end, part, thread):
     """Rows first + part, first + part + ZERO_BLOCKS, ... below `end`; the width stays a size of its own tensor."""
     for turn in T.serial(T.truncdiv(end - first - part + ZERO_BLOCKS - 1, ZERO_BLOCKS)):
@@ -132,6 +144,7 @@ def build_backward_plan():
         dv_words: T.Tensor((tokens, value_words), "int32"),
         dg_words: T.Tensor((tokens, value_heads), "int32"),
         dbeta_words: T.Tensor((tokens, value_heads), "int32"),
+        cursors: T.Tensor((ranges, CURSOR_WORDS), "int32"),
         words_per_entry: T.int32,
         dense_length: T.int32,
         sequences: T.int32,
@@ -188,6 +201,11 @@ def build_backward_plan():
                 next_place = T.min(T.truncdiv(T.max(0, end - base), step) + sequence + 1, segment_slots)
                 if sequence == sequences - 1:
                     next_place = segment_slots
+                # Offsets that decrease would lead out of the range, and out of its segments.
+                own_slot = T.max(own_slot, from_slot)
+                length = T.min(length, CHUNK * T.max(0, until_slot - own_slot))
+                places = T.min(T.truncdiv(length + step - 1, step), T.max(0, segment_slots - first_place))
+                length = T.min(length, places * step)
                 own_slot -= from_slot
                 write_segments(
                     segments, part, sequence, first, length, own_slot, first_place, lowest_place, next_place,
@@ -195,6 +213,8 @@ def build_backward_plan():
                 )  # fmt: skip
             else:
                 turn = block - ranges * sequences
+                if turn == 0:
+                    clear_cursors(cursors, ranges, thread)
                 for side in T.serial(2):
                     first = T.if_then_else(side == 0, 0, offset(cu_words, sequences, words_per_entry, dense_length))
                     end = T.if_then_else(side == 0, offset(cu_words, 0, words_per_entry, dense_length), tokens)

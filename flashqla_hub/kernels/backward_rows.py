@@ -29,7 +29,8 @@ end has beta 0 and the decay of the last token. This kernel and `factor.py` find
 
 Reads        q k [T, H, 128] if they are normalised, k too if bounds are wanted · g beta [T, HV] f32 · chunks [slots, 4]
 Writes       row_scales [slots, HV, 9, C] f32 · pair_scales [slots, HV, 3, C] f32 · norms [slots, H, 2, C] f32 ·
-             bound [slots, HV] f32, that of `_segments.py`, if wanted
+             bound [slots, HV] f32, that of `_segments.py`, if wanted ·
+             arrivals queue [slots * H] int32 of `_ready.py`, zeros
 
 Blocks       slots * H, of four warps: half a warp a row of q or k, then a warp a value head of the key head in turns
 """
@@ -204,7 +205,7 @@ def write_rows(dtype, t, gate, strength, row_scales, pair_scales, slot, head, sc
 def build_backward_rows(dtype):
     """The prim_func for q, k, v of `dtype`; arguments in README.md."""
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
-    chunk_slots = T.dynamic("chunk_slots")
+    chunk_slots, places = T.dynamic("chunk_slots"), T.dynamic("places")
     q_t, q_h, k_t, k_h = (T.dynamic(name, "int64") for name in ("q_t", "q_h", "k_t", "k_h"))
 
     @T.prim_func
@@ -218,6 +219,8 @@ def build_backward_rows(dtype):
         pair_scales: T.Tensor((chunk_slots, value_heads, PAIR_VECTORS, CHUNK), FLOAT32),
         norms: T.Tensor((chunk_slots, key_heads, NORM_VECTORS, CHUNK), FLOAT32),
         bound: T.Tensor((chunk_slots, value_heads), FLOAT32),
+        arrivals: T.Tensor((places,), "int32"),
+        queue: T.Tensor((places,), "int32"),
         scale: T.float32,
         use_l2norm: T.int32,
         writes_bound: T.int32,
@@ -236,6 +239,9 @@ def build_backward_rows(dtype):
             slot, key_head = T.truncdiv(block, key_heads), T.truncmod(block, key_heads)
             group = T.truncdiv(value_heads, key_heads)
             first, rows = chunks[slot, CHUNK_FIRST_TOKEN], chunks[slot, CHUNK_ROWS]
+            if thread == 0:
+                arrivals[block] = 0
+                queue[block] = 0
             if rows > 0:
                 if use_l2norm != 0:
                     find_norms(dtype, t, NORM_QUERY, q, first, rows, key_head, use_l2norm, thread)

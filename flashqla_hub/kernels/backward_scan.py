@@ -15,9 +15,13 @@ launch before this one make it, is told in `_backward_segments.py`; here it mean
 that a state may start as the identity, without values, and that links may come before the chunks: S <- S M + S_j.
 
 Blocks that write outputs begin beside those that make states (programmatic launch), once the last of those runs and has seen the
-kernel before it end. Only a block that follows links waits for what they make; a warp with nothing else to do waits in
-each block, so that this launch ends behind the other. The GPU starts blocks in the order of their indices: segments where a
+kernel before it end. Only a block that follows links waits for what they make; in each block a warp that is through waits for
+their end, so that this launch ends behind the other. The GPU starts blocks in the order of their indices: segments where a
 direction starts come first, and of each the reverse, which takes longest.
+
+Blocks of the gradient kernel begin beside these in turn: a warp counts for them the chunks whose tiles the block has in memory
+(`_ready.py`), several at a time, since a storer that waits for each of its stores and counts it takes longer than a chunk. It is
+also the one that waits for the end of the launch before. Who makes states has nothing to announce.
 
 The state stands transposed in registers and is the left operand of its products. A warpgroup alone waits for most of its own
 products, and shared memory is busy for most of a chunk in reverse, so both bound a block: what it does between its products,
@@ -30,7 +34,7 @@ Reads        q k [T, H, 128] · v dout [T, HV, 128] · solve [slots, HV, 96, 32]
              `backward_rows.py` · segments [segment_slots, 7] · initial state and gradient of the final state f32, or those at
              a border, [HV, V, K], of the sequence that goes on in another range of chunks
 Writes       errors [slots, HV, 2, C, 64] · states dstates [slots, HV, 2, 64, 128], transposed · dv [T, HV, 128] ·
-             gradient of the initial state f32, or of that at a border
+             gradient of the initial state f32, or of that at a border · arrivals queue [slots * H] and cursors [2] of `_ready.py`
 In between   segment_states f32, transitions in two 16-bit parts, plain and turned, with the squared norms of their rows,
              whether a segment forgets
 
@@ -41,6 +45,7 @@ loader        1 x 32    80          before the chunks: transitions of the links,
                                     k, solve, row scales; forward also v, in reverse q, pair scales and do in v's place;
                                     three stages
 storers       2 x 32    80          the state tile; errors or dv
+announcer     1 x 32    80          counts chunks that are stored, a batch at a time
 
 Barrier         set by          waited on by     arrivals
 chunk_ready     loader          state, scores    1 and the bytes
@@ -51,6 +56,8 @@ state_ready     state           state storer     4
 state_free      state storer    state            1
 values_ready    state           value storer     4
 values_free     value storer    state            1
+stored_ready    storers         announcer        2; the tiles of a batch of chunks, or of the last ones, are in memory
+stored_free     announcer       storers          1
 link_ready      loader          state            1 and the bytes
 link_free       state           loader           4
 named 1         state           state            128, in a chunk that ends early, and once zeros stand for values
@@ -61,6 +68,7 @@ import tilelang.language as T
 from ._backward_scan_roles import (
     PLAIN,
     TURNED,
+    announce,
     carry_gradient,
     carry_state,
     follow_links,
@@ -88,6 +96,7 @@ from ._backward_segments import FORWARD, MAKE_GRADIENT, MAKERS, REVERSE, describ
 from ._sm90 import (
     BACKWARD_SCAN,
     CHUNK,
+    CURSOR_WORDS,
     HALF_CHUNK,
     HEAD_DIM,
     ITEM_END,
@@ -117,7 +126,7 @@ def build_backward_scan(dtype):
     """The prim_func for q, k, v of `dtype`; arguments in README.md."""
     tokens, key_heads, value_heads = T.dynamic("tokens"), T.dynamic("key_heads"), T.dynamic("value_heads")
     chunk_slots, segment_slots, matrices = T.dynamic("chunk_slots"), T.dynamic("segment_slots"), T.dynamic("matrices")
-    rows = T.dynamic("rows")
+    rows, places = T.dynamic("rows"), T.dynamic("places")
     q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h = (
         T.dynamic(name, "int64") for name in ("q_t", "q_h", "k_t", "k_h", "v_t", "v_h", "do_t", "do_h")
     )
@@ -147,6 +156,9 @@ def build_backward_scan(dtype):
         border_state: T.Tensor((value_heads, HEAD_DIM * HEAD_DIM), "float32"),
         gradient_behind: T.Tensor((value_heads, HEAD_DIM * HEAD_DIM), "float32"),
         gradient_before: T.Tensor((value_heads, HEAD_DIM * HEAD_DIM), "float32"),
+        arrivals: T.Tensor((places,), "int32"),
+        queue: T.Tensor((places,), "int32"),
+        cursors: T.Tensor((CURSOR_WORDS,), "int32"),
         has_initial: T.int32,
         has_dfinal: T.int32,
         write_dinitial: T.int32,
@@ -177,11 +189,11 @@ def build_backward_scan(dtype):
                 direction = T.Select(part == MAKE_GRADIENT, REVERSE, FORWARD)
             elif direction == REVERSE:  # who may walk on through all segments starts first
                 slot = segment_slots - 1 - slot
-            key_head = T.truncdiv(head, T.truncdiv(value_heads, key_heads))
+            group = T.truncdiv(value_heads, key_heads)
+            key_head = T.truncdiv(head, group)
             if T.Or(makes_states != 0, has_links == 0):
                 T.pdl_sync()
-            if makes_states != 0:
-                T.pdl_trigger()
+            T.pdl_trigger()
             if thread < WARP:
                 for word in T.unroll(SEGMENT_WORDS):
                     segment[word] = segments[slot, word]
@@ -267,6 +279,10 @@ def build_backward_scan(dtype):
                     else:
                         store_value_gradients(thread, thread % WARP, t, b, item, head, column, dv)
                 else:
+                    announce(
+                        thread, b, item, direction == REVERSE, arrivals, queue, cursors, chunk_slots, key_head,
+                        key_heads, group,
+                    )  # fmt: skip
                     T.pdl_sync()
 
     return backward_scan

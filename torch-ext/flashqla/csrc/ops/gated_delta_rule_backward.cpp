@@ -5,6 +5,8 @@
 // With `range_slots` the scans and the gradients take one range of so many slots of chunks after the other, on the same scratch,
 // from the last to the first: each from the states that the forward has kept of the border before it, with the gradients of those
 // behind.
+//
+// The kernel that forms gradients runs beside the scan that writes outputs and takes chunks as they become ready; it ends behind it.
 #include "../generated/launchers.h"
 #include "../runtime/registration.h"
 #include "../runtime/tensor.h"
@@ -22,6 +24,7 @@ constexpr int64_t ROW_VECTORS = 9, PAIR_VECTORS = 3, NORM_VECTORS = 2;  // float
 constexpr int64_t DIRECTIONS = 2;  // states from the first chunk on, their gradients from the last
 constexpr int64_t MAKERS = 3;      // of a segment's state, its transition and the gradient of its state
 constexpr int64_t TRANSITION_PARTS = 4;
+constexpr int64_t CURSOR_WORDS = 2;  // of a range's queue of chunks
 constexpr int32_t NO_DENSE_LENGTH = -1;
 
 // Chunks that are worked on together: those of some slots, which the scans and the gradients count from the first of them on.
@@ -246,6 +249,7 @@ class Backward {
     TensorView decay, key_norm;  // of the forward's kernel, and not used, if it makes the solve
     TensorView segment_states, transitions, reach, forgets;
     TensorView border_state, gradient_before, gradient_behind;  // where a range begins, there, and where it ends
+    TensorView arrivals, queue, cursors;  // how the scans tell the gradient kernel beside them which chunks are there
   };
 
   // Errors and states are of one range at a time.
@@ -259,6 +263,9 @@ class Backward {
     workspace.add(scratch.rows, "row_scales", {slots, v_heads, ROW_VECTORS, CHUNK}, float32, device);
     workspace.add(scratch.pairs, "pair_scales", {slots, v_heads, PAIR_VECTORS, CHUNK}, float32, device);
     workspace.add(scratch.norms, "norms", {slots, sizes_.heads, NORM_VECTORS, CHUNK}, float32, device);
+    workspace.add(scratch.arrivals, "arrivals", {slots * sizes_.heads}, int32, device);
+    workspace.add(scratch.queue, "queue", {slots * sizes_.heads}, int32, device);
+    workspace.add(scratch.cursors, "cursors", {sizes_.ranges, CURSOR_WORDS}, int32, device);
     workspace.add(scratch.errors, "errors", {range_slots, v_heads, HALVES, CHUNK, VALUE_TILE}, dtype, device);
     workspace.add(scratch.states, "states", {range_slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
     workspace.add(scratch.dstates, "dstates", {range_slots, v_heads, HALVES, VALUE_TILE, STATE_DIM}, dtype, device);
@@ -288,10 +295,15 @@ class Backward {
     Scratch part = scratch;
     TensorView* const of_all[] = {&part.chunks, &part.bound, &part.rows, &part.pairs, &part.norms, &part.solve};
     for (TensorView* array : of_all) *array = rows_of(*array, range.first_slot, range.slots);
+    const int64_t first_place = range.first_slot * sizes_.heads, places = range.slots * sizes_.heads;
+    TensorView* const of_places[] = {&part.arrivals, &part.queue};
+    for (TensorView* array : of_places) *array = rows_of(*array, first_place, places);
     TensorView* const of_ranges[] = {&part.errors, &part.states, &part.dstates};
     for (TensorView* array : of_ranges) *array = rows_of(*array, 0, range.slots);
     part.segments = contiguous_view("segments", rows_of(scratch.segments, range.index, 1).data, scratch.segments.dtype,
                                     scope_.index(), {sizes_.segments.slots, SEGMENT_WORDS});
+    part.cursors = contiguous_view("cursors", rows_of(scratch.cursors, range.index, 1).data, scratch.cursors.dtype,
+                                   scope_.index(), {CURSOR_WORDS});
     void* const unused = scratch.rows.data;
     if (sizes_.ranges == 1) {
       part.gradient_before = part.gradient_behind =
@@ -318,8 +330,8 @@ class Backward {
     const int64_t key_words = sizes_.heads * STATE_DIM / 2, value_words = sizes_.v_heads * STATE_DIM / 2;
     launch_backward_plan(scope_, offset_words(scratch.segments), scratch.chunks, scratch.segments,
                          as_words(dq_, key_words), as_words(dk_, key_words), as_words(dv_, value_words),
-                         as_words(dg_, sizes_.v_heads), as_words(dbeta_, sizes_.v_heads), words_per_entry(),
-                         sizes_.dense_length, static_cast<int32_t>(sizes_.sequences),
+                         as_words(dg_, sizes_.v_heads), as_words(dbeta_, sizes_.v_heads), scratch.cursors,
+                         words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences),
                          static_cast<int32_t>(sizes_.segments.chunks), static_cast<int32_t>(sizes_.range(0).slots));
   }
 
@@ -329,7 +341,8 @@ class Backward {
     const auto launch = is_bfloat ? launch_backward_rows_bf16 : launch_backward_rows_fp16;
     const bool writes_bound = sizes_.segments.has_cuts && !is_bfloat;  // in bfloat16 who made the solve has
     launch(scope_, q(), k(), inputs.g, inputs.beta, scratch.chunks, scratch.rows, scratch.pairs, scratch.norms,
-           scratch.bound, static_cast<float>(arguments_.scale), arguments_.use_l2norm, writes_bound);
+           scratch.bound, scratch.arrivals, scratch.queue, static_cast<float>(arguments_.scale), arguments_.use_l2norm,
+           writes_bound);
   }
 
   // A kernel of the forward; of what it writes beside the solve the bound is used, in bfloat16.
@@ -356,9 +369,10 @@ class Backward {
              scratch.rows, scratch.pairs, scratch.bound, scratch.segments, as_states("initial_state", inputs.initial),
              as_states("dht", inputs.dfinal), scratch.segment_states, scratch.transitions, scratch.reach,
              scratch.forgets, scratch.errors, scratch.states, scratch.dstates, as_token_rows(dv_.view()),
-             as_states("dh0", dinitial), scratch.border_state, scratch.gradient_behind,
-             scratch.gradient_before, arguments_.initial_state.has_value(), arguments_.dht.has_value(), arguments_.output_dinitial,
-             arguments_.state_v_first, static_cast<int32_t>(sizes_.segments.chunks), makes_states, sizes_.segments.links,
+             as_states("dh0", dinitial), scratch.border_state, scratch.gradient_behind, scratch.gradient_before,
+             scratch.arrivals, scratch.queue, scratch.cursors, arguments_.initial_state.has_value(),
+             arguments_.dht.has_value(), arguments_.output_dinitial, arguments_.state_v_first,
+             static_cast<int32_t>(sizes_.segments.chunks), makes_states, sizes_.segments.links,
              static_cast<int32_t>(blocks));
     }
   }
@@ -366,9 +380,9 @@ class Backward {
   void launch_gradient_kernel(const Scratch& scratch) {
     const auto launch = is_bfloat16(arguments_.q.view()) ? launch_backward_gradients_bf16 : launch_backward_gradients_fp16;
     launch(scope_, q(), k(), as_token_rows(arguments_.do_.view()), as_token_rows(dv_.view()), scratch.errors,
-           scratch.states, scratch.dstates, scratch.rows, scratch.norms, scratch.chunks, as_token_rows(dq_.view()),
-           as_token_rows(dk_.view()), as_gate(dg_.view()), as_gate(dbeta_.view()), static_cast<float>(arguments_.scale),
-           arguments_.use_l2norm);
+           scratch.states, scratch.dstates, scratch.rows, scratch.norms, scratch.chunks, scratch.queue, scratch.cursors,
+           as_token_rows(dq_.view()), as_token_rows(dk_.view()), as_gate(dg_.view()), as_gate(dbeta_.view()),
+           static_cast<float>(arguments_.scale), arguments_.use_l2norm);
   }
 
   int32_t words_per_entry() const { return flashqla::words_per_entry(arguments_.cu_seqlens); }

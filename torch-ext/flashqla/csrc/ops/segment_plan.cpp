@@ -98,6 +98,11 @@ constexpr int64_t SCAN_HALVES = 2;          // blocks of a segment and head in e
 constexpr int64_t MOST_WALKED = 4;          // segments of a sequence, if nobody makes states
 constexpr double NEVER = 1e30;
 
+// Gradients are formed beside the scans (docs/design/2026-11-30-backward-beside.md):
+constexpr double GRADIENTS_BESIDE = 0.7;  // what is saved of the SMs' idle time where nobody makes states
+constexpr double FEW_CHAINS = 1.2;        // by how much few blocks take longer that all walk whole sequences
+constexpr double FULL_CARD = 0.9;         // blocks an SM from which on cuts only add work
+
 // SMs that take blocks in their order, each as soon as it is free; those that are free at the same time are one group.
 class Schedule {
  public:
@@ -142,17 +147,19 @@ class Schedule {
   int64_t count_ = 1;
 };
 
-// Expected time of the scans of sequences of `chunks` chunks in segments of `length`, or `best` if it is not below that. With
-// links blocks that make states start first; else a head that does not forget is walked by one block, and the others' segments
-// fill the SMs.
+// Expected time of the scans of sequences of `chunks` chunks in segments of `length`, less what they leave to the
+// gradients, or `best` if it is not below that. With links blocks that make states start first; else a head that does not
+// forget is walked by one block, and the others' segments fill the SMs.
 double expected_scan_time(int64_t chunks, int64_t length, int64_t sequences, int64_t heads, int64_t sms, bool links,
                           double best) {
   const int64_t segments = divide_up(chunks, length), blocks = SCAN_HALVES * sequences * heads;  // of a segment and direction
-  const int64_t kept = int64_t(EXPECTED_LINKED * double(blocks)), forgotten = blocks - kept;
+  const int64_t share = int64_t(EXPECTED_LINKED * double(blocks));
+  const int64_t kept = share > 0 ? share : 1, forgotten = blocks - kept;
   const int64_t makers = links ? kept * (3 * segments - 4) : 0;
   const double both = SCAN_FORWARD_TIME + SCAN_REVERSE_TIME, making = double(length) * SCAN_FORWARD_TIME + SCAN_BLOCK_TIME;
   const double bytes = SCAN_BYTES_TIME * double(chunks * sequences * heads);
-  if (bytes >= best || double(makers) * making + double(blocks * chunks) * both >= best * double(sms)) return best;
+  const double work = double(makers) * making + double(blocks * chunks) * both;
+  if (bytes >= best || work >= best * double(sms)) return best;
   const double most_links = 24 / (FORGOTTEN_PER_CHUNK * double(length)) + 1;
   const double times[] = {SCAN_REVERSE_TIME, SCAN_FORWARD_TIME};
   double longest = bytes;
@@ -175,7 +182,10 @@ double expected_scan_time(int64_t chunks, int64_t length, int64_t sequences, int
     }
   }
   const double end = schedule.end() * (links ? SCAN_WAITING : 1);
-  return end > longest ? end : longest;
+  longest = end > longest ? end : longest;
+  if (segments == 1) return FEW_CHAINS * longest;
+  const double beside = links ? 0 : GRADIENTS_BESIDE * (longest - work / double(sms));
+  return longest - beside > bytes ? longest - beside : bytes;
 }
 
 SegmentPlan uncut(int64_t tokens, int64_t sequences) { return {tokens / CHUNK + 1, sequences, 0, 0, false, false, false}; }
@@ -202,7 +212,9 @@ SegmentPlan find_backward_plan(int64_t segment_chunks, int64_t tokens, int64_t l
   const int64_t whole = divide_up(longest, CHUNK) > 0 ? divide_up(longest, CHUNK) : 1;
   int64_t chunks = segment_chunks > 0 ? segment_chunks : whole;
   bool links = true;
-  if (segment_chunks == 0 && sequences > 0 && tokens > 0) {
+  // Sequences as long as the longest: shorter ones end before it does.
+  const double chains = longest > 0 ? double(2 * SCAN_HALVES * heads) * double(tokens) / double(longest) : 0;
+  if (segment_chunks == 0 && sequences > 0 && tokens > 0 && chains < FULL_CARD * double(sms)) {
     const int64_t mean = mean_chunks(tokens, sequences);
     double best = expected_scan_time(mean, mean, sequences, heads, sms, false, NEVER);
     for (int64_t parts = 2; parts <= MOST_SEGMENTS && divide_up(mean, parts) >= SHORTEST; parts++) {

@@ -102,7 +102,7 @@ class Workspace {
   void allocate();
 
  private:
-  static constexpr int MAX_ARRAYS = 16;
+  static constexpr int MAX_ARRAYS = 20;
   static constexpr int64_t ALIGNMENT = 256;  // bytes; TMA and vector loads need 128 at most
 
   void add(TensorView& array);
