@@ -4,6 +4,8 @@ import json
 from functools import cache
 from pathlib import Path
 
+from .peers import BY_NAME
+
 FILE = Path(__file__).with_name("anchors.json")
 
 # A peer this much slower than its anchor was not at its best, and the run says nothing about it.
@@ -17,11 +19,15 @@ def read() -> dict:
 
 
 def find(record: dict) -> dict | None:
-    """The anchor of a record's operation, implementation and row, on the same device and with the same gates."""
+    """The anchor of a record's operation, implementation and row, on the same device and with the same gates.
+
+    A variant has that of the implementation that it varies.
+    """
     if record["device"] != read()["device"] or record["gates"] != "bench":
         return None
+    wanted = {**record, "impl": BY_NAME[record["impl"]].variant_of or record["impl"]}
     keys = ("op", "impl", "hk", "hv", "seqs")
-    return next((row for row in read()["rows"] if all(row[key] == record[key] for key in keys)), None)
+    return next((row for row in read()["rows"] if all(row[key] == wanted[key] for key in keys)), None)
 
 
 def explain_slow(record: dict) -> str | None:

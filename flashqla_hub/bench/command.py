@@ -67,7 +67,7 @@ def bench_command(
         parsed = parse_rows(rows or ["few"])
         mixes = _gates(gates or ["bench"])
         ops = _ops(op or ["forward"])
-        implementations = _implementations(impl, parse_paths(path or ()))
+        implementations = _implementations(impl, parse_paths(path or ()), ops)
         common, record_path = begin(commit, output)
     except ValueError as error:
         console.print(str(error))
@@ -75,7 +75,7 @@ def bench_command(
     if not compiled:
         fill_compile_caches(implementations, ops, parsed, mixes[0], source, seconds)
     there = [implementation for implementation in implementations if implementation.missing() is None]
-    workers = {each.name: Worker(each, ops, mixes, parsed, source, sustain) for each in there}
+    workers = {each.name: Worker(each, each.timed(ops), mixes, parsed, source, sustain) for each in there}
     for worker in workers.values():  # what they do together they do not pay for one after the other
         worker.is_ready.wait(seconds)
     rates = _rates()
@@ -83,7 +83,7 @@ def bench_command(
     records = []
     for implementation in implementations:
         worker = workers.get(implementation.name)
-        found = records_of(implementation, worker, ops, mixes, parsed, common, seconds)
+        found = records_of(implementation, worker, implementation.timed(ops), mixes, parsed, common, seconds)
         append(record_path, found)  # at once, so that what is measured survives what comes next
         records += found
     for name in ops:
@@ -201,7 +201,11 @@ def fill_compile_caches(
     jobs = min(len(os.sched_getaffinity(0)), len(rows))
     shares = [[row.name for row in rows[start::jobs]] for start in range(jobs)]
     processes = [
-        _start_worker(implementation, ["--compile-only", "--op", ",".join(ops), "--gates", gates, *share], source)
+        _start_worker(
+            implementation,
+            ["--compile-only", "--op", ",".join(implementation.timed(ops)), "--gates", gates, *share],
+            source,
+        )
         for implementation in implementations
         if implementation.compiling is not None and implementation.missing() is None
         for share in shares
@@ -243,12 +247,21 @@ def parse_paths(texts: Sequence[str], known: Sequence[str] = tuple(BY_NAME)) -> 
     return found
 
 
-def _implementations(names: list[str] | None, folders: dict[str, tuple[str, ...]]) -> list[Implementation]:
+def _implementations(
+    names: list[str] | None, folders: dict[str, tuple[str, ...]], ops: Sequence[str]
+) -> list[Implementation]:
+    """Those named, or all that have rows of `ops`; a variant lies where what it is a variant of does, unless it has folders."""
     unknown = [name for name in names or () if name not in BY_NAME]
     if unknown:
         raise ValueError(f"--impl is {unknown[0]!r}; it must be one of {', '.join(BY_NAME)}.")
-    chosen = [BY_NAME[name] for name in names] if names else IMPLEMENTATIONS
-    return [replace(implementation, folders=folders.get(implementation.name, ())) for implementation in chosen]
+    idle = [name for name in names or () if not BY_NAME[name].timed(ops)]
+    if idle:
+        own = BY_NAME[idle[0]].timed(list(OPS))[0]
+        raise ValueError(
+            f"--impl is {idle[0]!r}, which is timed for {OPS[own]} alone; pass --op {own}, or leave it out."
+        )
+    chosen = [BY_NAME[name] for name in names] if names else [each for each in IMPLEMENTATIONS if each.timed(ops)]
+    return [replace(each, folders=folders.get(each.name) or folders.get(each.variant_of, ())) for each in chosen]
 
 
 def _gates(names: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,14 @@ class Implementation:
 
     `forward(inputs)` returns a function of no arguments that returns (o, final state [N, HV, K, V]), and so does
     `training_forward(inputs)`, which keeps what a backward needs; `backward(inputs)` and `forward_backward(inputs)` return
-    one that returns (dq, dk, dv, dg, dbeta, dh0). All but the first are None where there is none.
+    one that returns (dq, dk, dv, dg, dbeta, dh0). All but the first are None where there is none; of a variant, which is a
+    library not at its best in one operation, all but that one.
     """
 
     name: str
     distribution: str
     module: str
-    forward: Callable[[dict], Callable]
+    forward: Callable[[dict], Callable] | None
     backward: Callable[[dict], Callable] | None = None
     forward_backward: Callable[[dict], Callable] | None = None
     training_forward: Callable[[dict], Callable] | None = None
@@ -36,6 +37,11 @@ class Implementation:
     compiling: tuple[tuple[str, str], ...] | None = None
     prepares: bool = True  # may be called on every row before anything is timed, beside other processes
     folders: tuple[str, ...] = ()  # searched before the others for it and what it needs
+    variant_of: str | None = None  # the implementation that it is a variant of
+
+    def timed(self, ops: Sequence[str]) -> list[str]:
+        """Those of `ops` that it has rows of: every one, though it may lack it, but of a variant the one that it is for."""
+        return [op for op in ops if self.variant_of is None or getattr(self, op) is not None]
 
     def version(self) -> str:
         """As in "0.1.3 (tilelang 0.1.15)"."""
@@ -66,10 +72,14 @@ def _flash_qla(d):
     return call
 
 
-def _flash_qla_backward(d):
+def _flash_qla_backward(d, keeps_cache=True):
+    """With the cache of context parallelism that its forward keeps by request, as its autograd function requests it, or without.
+
+    Without it the backward computes the states at the cuts again.
+    """
     from flash_qla import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 
-    g, A, _, _, _, cache = chunk_gated_delta_rule_fwd(*_tensors(d), **_options(d), enable_fwd_cp_cache=True)
+    g, A, _, _, _, cache = chunk_gated_delta_rule_fwd(*_tensors(d), **_options(d), enable_fwd_cp_cache=keeps_cache)
     q, k, v, _, beta = _tensors(d)
     options = {name: x for name, x in _options(d).items() if name != "output_final_state"}
 
@@ -212,6 +222,16 @@ IMPLEMENTATIONS = (
         _flash_qla_training_forward,
         compiler="tilelang",
         compiling=(),
+    ),
+    Implementation(
+        "flash-qla-uncached",
+        "flash-qla",
+        "flash_qla",
+        None,
+        partial(_flash_qla_backward, keeps_cache=False),
+        compiler="tilelang",
+        compiling=(),
+        variant_of="flash-qla",
     ),
     Implementation("flashinfer", "flashinfer-python", "flashinfer", _flashinfer, compiler="nvidia-cutlass-dsl"),
     # FLA calls FlashQLA by itself where it is installed; switched off, it is a peer of its own.

@@ -9,11 +9,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .peers import IMPLEMENTATIONS
 from .record import read
 from .rows import OPS
 
 OURS = "flashqla"
-LABELS = {OURS: "this kernel", "flash-qla": "FlashQLA", "flashinfer": "FlashInfer", "fla": "FLA"}
+LABELS = {
+    OURS: "this kernel",
+    "flash-qla": "FlashQLA",
+    "flash-qla-uncached": "FlashQLA, cache not kept",
+    "flashinfer": "FlashInfer",
+    "fla": "FLA",
+}
+# Not at their best, so none is the best peer; each has a comparison of its own.
+VARIANTS = tuple(implementation.name for implementation in IMPLEMENTATIONS if implementation.variant_of)
 # Of single parts of a layer.
 PART_LABELS = {OURS: "this kernel", "fla": "FLA", "fla-gluon": "FLA, Gluon", "causal-conv1d": "causal-conv1d"}
 # Of whole layers in transformers: as it comes with FLA installed, and with FLA's convolution, norm and gates put in.
@@ -26,7 +35,7 @@ LAYER_LABELS = {
 }
 
 # Colours of the implementations, in the order of LABELS: told apart by people with any colour vision (Okabe and Ito, 2008).
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#999999")
+COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#009E73", "#999999")
 
 
 # Columns of the table and the times that they compare.
@@ -84,8 +93,8 @@ def by_row(records: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
 
 
 def speedup(row: dict[str, dict], column: str = "ms") -> float | None:
-    """The best peer's time over ours; None where either is missing."""
-    peers = [record[column] for name, record in row.items() if name != OURS and column in record]
+    """The best peer's time over ours, variants left out; None where either is missing."""
+    peers = [record[column] for name, record in row.items() if name not in (OURS, *VARIANTS) and column in record]
     ours = row.get(OURS, {}).get(column)
     return min(peers) / ours if peers and ours else None
 
@@ -99,12 +108,21 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
 def cells(records: list[dict]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table: times of each implementation, who wins by how much, and how far the bound is."""
     names = [name for name in LABELS if any(record["impl"] == name for record in records)]
+    variants = [name for name in names if name in VARIANTS]
     columns = {name: column for name, column in SPEEDUPS.items() if any(column in record for record in records)}
     op = records[0]["op"] if records else "forward"
     memory = (
         ["scratch MB"] if op == "forward" else ["peak MB", *(f"of {LABELS[name]}" for name in names if name != OURS)]
     )
-    header = ["(H, HV) sequences", *(LABELS[name] for name in names), *columns, "host µs", "of the bound", *memory]
+    header = [
+        "(H, HV) sequences",
+        *(LABELS[name] for name in names),
+        *columns,
+        *(f"captured, {LABELS[name]}" for name in variants),
+        "host µs",
+        "of the bound",
+        *memory,
+    ]
     body = []
     for (hk, hv, seqs, _), row in by_row(records).items():
         ours = row.get(OURS, {})
@@ -113,6 +131,7 @@ def cells(records: list[dict]) -> tuple[list[str], list[list[str]]]:
                 f"({hk}, {hv}) {seqs}",
                 *(_time(row.get(name, {})) for name in names),
                 *(_factor(speedup(row, column)) for column in columns.values()),
+                *(_factor(_relative(row, name)) for name in variants),
                 f"{ours['host_us']:.0f}" if "host_us" in ours else "-",
                 f"{ours['bound_ms'] / ours['ms']:.0%}" if "ms" in ours and "bound_ms" in ours else "-",
                 *(_scratch(ours) if op == "forward" else [_peak(row.get(name, {})) for name in names]),
@@ -120,13 +139,15 @@ def cells(records: list[dict]) -> tuple[list[str], list[list[str]]]:
         )
     rows = by_row(records).values()
     means = [_factor(geometric_mean(speedup(row, column) for row in rows)) for column in columns.values()]
+    means += [_factor(geometric_mean(_relative(row, name) for row in rows)) for name in variants]
     if body:
         body.append(["geometric mean", *("" for _ in names), *means, "", "", *("" for _ in memory)])
     return header, body
 
 
 def markdown_table(records: list[dict]) -> list[str]:
-    """Lines of a Markdown table: milliseconds in a CUDA graph, and the best peer's time over ours for each way to time it.
+    """Lines of a Markdown table: milliseconds in a CUDA graph, the best peer's time over ours for each way to time it, and each
+    variant's apart from them.
 
     "scratch MB" is the memory beyond inputs and outputs, and theirs; "peak MB" what a call allocates at its peak.
     """

@@ -91,7 +91,8 @@ def test_folders_of_a_peer_come_before_the_others_in_its_process_alone(tmp_path,
     assert found == {"fla": (str(tmp_path), str(command.ROOT))}
     assert command.search_path(found["fla"]) == f"{tmp_path}:{command.ROOT}:/others"
     assert command.search_path(()) == "/others"
-    assert [peer.folders for peer in command._implementations(["fla", "flashqla"], found)] == [found["fla"], ()]
+    chosen = command._implementations(["fla", "flashqla"], found, ["forward"])
+    assert [peer.folders for peer in chosen] == [found["fla"], ()]
 
 
 @pytest.mark.parametrize("text", ["fla", "fla=/no/such/folder", "flax=/tmp"])
@@ -119,6 +120,71 @@ def test_only_what_compiles_is_called_beforehand_and_each_row_once(tmp_path, mon
         (name, share) for name in ("flash-qla", "fla") for share in (["2,8:1x64", "2,8:1x66"], ["2,8:1x65"])
     ]
     assert all(options[:1] == ["--compile-only"] for _, options in started)
+
+
+def test_flash_qla_is_given_the_cache_of_its_forward_and_its_variant_none(monkeypatch):
+    """Stand-ins with the defaults of flash-qla 0.1.3: its forward keeps the cache when it is told to."""
+    given = []
+
+    def chunk_gated_delta_rule_fwd(*tensors, enable_fwd_cp_cache=False, **options):
+        return "g", "A", "o", None, "state", "cache" if enable_fwd_cp_cache else None
+
+    def chunk_gated_delta_rule_bwd(*tensors, cp_cache=None, **options):
+        given.append(cp_cache)
+        return "dq", "dk", "dv", "dbeta", "dg", "dh0"
+
+    functions = (chunk_gated_delta_rule_fwd, chunk_gated_delta_rule_bwd)
+    monkeypatch.setitem(sys.modules, "flash_qla", types.SimpleNamespace(**{each.__name__: each for each in functions}))
+    d = make_inputs((20,), 1, 2, "bench", device="cpu")
+    for name in ("flash-qla", "flash-qla-uncached"):
+        assert BY_NAME[name].backward(d)() == ("dq", "dk", "dv", "dg", "dbeta", "dh0")
+    assert given == ["cache", None]
+
+
+def test_a_variant_has_rows_of_its_own_operation_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "begin", lambda *arguments: ({"run": "r", "device": "none"}, tmp_path / "a.jsonl"))
+    monkeypatch.setattr(command, "_rates", lambda: RATES)
+    chosen = {"impl": ["flash-qla", "flash-qla-uncached"], "compiled": True}
+    command.bench_command(["2,8:1x64"], op=["forward", "backward", "forward_backward"], **chosen)
+    written = [(line["impl"], line["op"]) for line in record.read([tmp_path / "a.jsonl"])]
+    assert written == [
+        *(("flash-qla", op) for op in ("forward", "backward", "forward_backward")),
+        ("flash-qla-uncached", "backward"),
+    ]
+
+
+def test_a_variant_is_among_all_where_its_operation_is_and_compiles_for_that_alone(tmp_path, monkeypatch):
+    started = []
+
+    def start(implementation, options, source):
+        started.append((implementation.name, options[options.index("--op") + 1]))
+        return subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(command, "_start_worker", start)
+    names = [each.name for each in command._implementations(None, {}, ["forward"])]
+    assert names == ["flashqla", "flash-qla", "flashinfer", "fla"]
+    ops = ["forward_backward", "backward"]
+    everything = command._implementations(None, {}, ops)
+    assert {each.name for each in everything} == {*names, "flash-qla-uncached"}
+    there = [replace(each, module="torch") for each in everything]
+    command.fill_compile_caches(there, ops, [Row(2, 8, "1x64")], "bench", tmp_path, 60)
+    every = "forward_backward,backward"
+    assert started == [("flash-qla", every), ("flash-qla-uncached", "backward"), ("fla", every)]
+
+
+def test_a_variant_lies_where_what_it_varies_does_unless_told_otherwise(tmp_path):
+    there, elsewhere = (str(tmp_path),), (str(command.ROOT),)
+    names = ["flash-qla", "flash-qla-uncached"]
+    found = command._implementations(names, {"flash-qla": there}, ["backward"])
+    assert [each.folders for each in found] == [there, there]
+    found = command._implementations(names, {"flash-qla": there, "flash-qla-uncached": elsewhere}, ["backward"])
+    assert [each.folders for each in found] == [there, elsewhere]
+
+
+def test_a_variant_without_its_operation_is_refused_with_it():
+    rule = "--impl is 'flash-qla-uncached', which is timed for backward alone; pass --op backward"
+    with pytest.raises(ValueError, match=rule):
+        command._implementations(["flashqla", "flash-qla-uncached"], {}, ["forward", "forward_backward"])
 
 
 def test_what_is_tuned_beside_others_is_not_remembered(tmp_path, monkeypatch):
@@ -232,6 +298,14 @@ def test_a_peer_slower_than_its_anchor_voids_the_comparison():
 @pytest.mark.parametrize("other", [{"device": "NVIDIA H100"}, {"gates": "zero"}, {"impl": "flashqla"}, {"hv": 16}])
 def test_an_anchor_speaks_only_of_what_was_measured(other):
     assert anchors.explain_slow({**PEER, "ms": 9.0, **other}) is None
+
+
+def test_a_variant_is_held_to_the_anchor_of_what_it_varies():
+    backward = {**PEER, "op": "backward", "hk": 16, "hv": 32, "ms": 2.98}
+    for impl in ("flash-qla", "flash-qla-uncached"):
+        assert anchors.find({**backward, "impl": impl})["ms"] == 2.9747
+        assert anchors.explain_slow({**backward, "impl": impl}) is None
+        assert anchors.explain_slow({**backward, "impl": impl, "ms": 3.6})
 
 
 def test_anchors_are_rows_and_implementations_of_the_benchmark():

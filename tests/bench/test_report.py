@@ -5,6 +5,7 @@ from typer.testing import CliRunner
 
 from flashqla_hub.__main__ import build_app
 from flashqla_hub.bench import report
+from flashqla_hub.bench.peers import IMPLEMENTATIONS
 from flashqla_hub.bench.record import append, read
 
 ROW = {"op": "forward", "hk": 2, "hv": 8, "seqs": "1x64", "gates": "bench", "device": "NVIDIA H200"}
@@ -121,6 +122,40 @@ def test_an_operation_with_gradients_shows_the_peak_of_each_implementation():
     header, _, row, mean = report.markdown_table(peaks)
     assert header.endswith("| of the bound | peak MB | of FlashInfer | of FLA |")
     assert row.endswith("| 20% | 500 | 1,000 | 2,000 |") and header.count("|") == mean.count("|")
+
+
+BACKWARD = {**ROW, "op": "backward"}
+VARIED = [
+    {**OURS, **BACKWARD},
+    {**BACKWARD, "impl": "flash-qla", "ms": 1.0, "eager_ms": 1.2},
+    {**BACKWARD, "impl": "flash-qla-uncached", "ms": 0.25, "eager_ms": 0.2},
+    {**OURS, **BACKWARD, "seqs": "1x65"},
+    {**BACKWARD, "impl": "flash-qla", "seqs": "1x65", "ms": 1.0, "eager_ms": 1.2},
+    {**BACKWARD, "impl": "flash-qla-uncached", "seqs": "1x65", "ms": 4.0, "eager_ms": 0.2},
+]
+
+
+def test_a_variant_is_never_the_best_peer_and_has_a_column_and_a_mean_of_its_own():
+    header, _, row, _, mean = report.markdown_table(VARIED)
+    assert header == (
+        "| (H, HV) sequences | this kernel | FlashQLA | FlashQLA, cache not kept | captured | eager "
+        "| captured, FlashQLA, cache not kept | host µs | of the bound | peak MB | of FlashQLA | of FlashQLA, cache not kept |"
+    )
+    assert row == ("| (2, 8) 1x64 | 0.5000 | 1.0000 | 0.2500 | 2.00x | 1.50x | **0.50x** | 21 | 20% | - | - | - |")
+    assert mean == "| geometric mean |  |  |  | 2.00x | 1.50x | 2.00x |  |  |  |  |  |"  # of 0.5 and 8
+
+
+def test_a_variant_has_its_mean_in_the_summary_and_wins_no_row():
+    assert report.summary_table(VARIED) == [
+        "| operation, gates | FlashQLA | FlashQLA, cache not kept | best, captured | best, eager | rows lost |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| backward, bench | 2.00x | 2.00x | 2.00x | 1.50x | 0 of 2 |",
+    ]
+
+
+def test_every_implementation_has_a_label_and_a_colour():
+    assert list(report.LABELS) == [each.name for each in IMPLEMENTATIONS]
+    assert len({*report.COLOURS}) == len(report.LABELS)
 
 
 def test_parts_of_a_layer_are_compared_with_the_best_peer():
