@@ -98,10 +98,12 @@ constexpr int64_t SCAN_HALVES = 2;          // blocks of a segment and head in e
 constexpr int64_t MOST_WALKED = 4;          // segments of a sequence, if nobody makes states
 constexpr double NEVER = 1e30;
 
-// Gradients are formed beside the scans (docs/design/2026-11-30-backward-beside.md):
+// Gradients are formed beside the scans. These are no measured times: with them the plan takes the fastest of the cuts that were
+// timed (docs/design/2026-11-30-backward-beside.md).
 constexpr double GRADIENTS_BESIDE = 0.7;  // what is saved of the SMs' idle time where nobody makes states
 constexpr double FEW_CHAINS = 1.2;        // by how much few blocks take longer that all walk whole sequences
-constexpr double FULL_CARD = 0.9;         // blocks an SM from which on cuts only add work
+constexpr double FULL_CARD = 0.9;         // blocks an SM from which on sequences stay whole; none between 0.5 and 1 was timed
+constexpr double NEEDLESS_CUT = 1.15;     // what a cut counts more where only sequences of mean length would fill the card
 
 // SMs that take blocks in their order, each as soon as it is free; those that are free at the same time are one group.
 class Schedule {
@@ -147,14 +149,15 @@ class Schedule {
   int64_t count_ = 1;
 };
 
-// Expected time of the scans of sequences of `chunks` chunks in segments of `length`, less what they leave to the
-// gradients, or `best` if it is not below that. With links blocks that make states start first; else a head that does not
-// forget is walked by one block, and the others' segments fill the SMs.
+// What a cut of sequences of `chunks` chunks into segments of `length` is judged by, or `best` if it is not below that: the
+// expected time of the scans, less the idle time that gradients fill where nobody makes states, lengthened by FEW_CHAINS or
+// NEEDLESS_CUT. With links blocks that make states start first; else a head that does not forget is walked by one block, and
+// the others' segments fill the SMs.
 double expected_scan_time(int64_t chunks, int64_t length, int64_t sequences, int64_t heads, int64_t sms, bool links,
                           double best) {
   const int64_t segments = divide_up(chunks, length), blocks = SCAN_HALVES * sequences * heads;  // of a segment and direction
   const int64_t share = int64_t(EXPECTED_LINKED * double(blocks));
-  const int64_t kept = share > 0 ? share : 1, forgotten = blocks - kept;
+  const int64_t kept = share > 0 ? share : 1, forgotten = blocks - kept;  // one block at least does not forget
   const int64_t makers = links ? kept * (3 * segments - 4) : 0;
   const double both = SCAN_FORWARD_TIME + SCAN_REVERSE_TIME, making = double(length) * SCAN_FORWARD_TIME + SCAN_BLOCK_TIME;
   const double bytes = SCAN_BYTES_TIME * double(chunks * sequences * heads);
@@ -183,7 +186,9 @@ double expected_scan_time(int64_t chunks, int64_t length, int64_t sequences, int
   }
   const double end = schedule.end() * (links ? SCAN_WAITING : 1);
   longest = end > longest ? end : longest;
-  if (segments == 1) return FEW_CHAINS * longest;
+  const bool fills_card = double(2 * blocks) >= FULL_CARD * double(sms);
+  if (segments == 1) return fills_card ? longest : FEW_CHAINS * longest;
+  if (fills_card) return NEEDLESS_CUT * longest;
   const double beside = links ? 0 : GRADIENTS_BESIDE * (longest - work / double(sms));
   return longest - beside > bytes ? longest - beside : bytes;
 }
@@ -212,7 +217,8 @@ SegmentPlan find_backward_plan(int64_t segment_chunks, int64_t tokens, int64_t l
   const int64_t whole = divide_up(longest, CHUNK) > 0 ? divide_up(longest, CHUNK) : 1;
   int64_t chunks = segment_chunks > 0 ? segment_chunks : whole;
   bool links = true;
-  // Sequences as long as the longest: shorter ones end before it does.
+  // Blocks of both directions if all sequences were as long as the longest: of packed ones, whose lengths are not known here,
+  // those of one sequence.
   const double chains = longest > 0 ? double(2 * SCAN_HALVES * heads) * double(tokens) / double(longest) : 0;
   if (segment_chunks == 0 && sequences > 0 && tokens > 0 && chains < FULL_CARD * double(sms)) {
     const int64_t mean = mean_chunks(tokens, sequences);
@@ -235,7 +241,7 @@ SegmentPlan find_backward_plan(int64_t segment_chunks, int64_t tokens, int64_t l
   return plan;
 }
 
-// A search takes microseconds for a long sequence, and the layers of a model all ask the same.
+// A search takes up to some tenths of a millisecond, and the layers of a model all ask the same.
 class Memory {
  public:
   using Find = SegmentPlan (*)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
