@@ -10,8 +10,12 @@ from protocol_simulator import ProtocolError, simulate, simulate_starved
 
 from flashqla_hub.compile.cache import Cache, default_folder
 from flashqla_hub.compile.kernel_build import lower_kernel
+from flashqla_hub.kernels._sm90 import BACKWARD_SCAN
 
-TRIPS = (0, 1, 2, 3, 4, 5, 9, 16)
+# Chunks of the backward's scan that are announced before a batch waits for the place of another one.
+ANNOUNCED = BACKWARD_SCAN.announced_at_once * BACKWARD_SCAN.announcements
+# A place has its second batch from ANNOUNCED + 1 chunks on, and its third from twice as many.
+TRIPS = tuple(sorted({0, 1, 2, 3, 4, 5, 9, ANNOUNCED + 1, 2 * ANNOUNCED + 1}))
 SEEDS = 150
 
 
@@ -87,6 +91,35 @@ def test_what_the_recurrence_must_not_leave_out_is_found(protocols, kind, name, 
     with pytest.raises(ProtocolError, match=mistake):
         for trips in TRIPS:
             simulate_starved(broken, trips)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "name", "mistake"),
+    [
+        ("backward_gradients", "wait", "work_ready", "finds"),
+        ("backward_gradients", "wait", "tokens_free", "overwrites"),
+        ("backward_gradients", "arrive", "work_ready", "deadlock"),
+        ("backward_gradients", "arrive", "tokens_free", "deadlock"),
+        ("backward_gradients", "done", "work", "overwrites"),
+        ("backward_scan", "wait", "stored_ready", "finds"),
+        ("backward_scan", "wait", "stored_free", "overwrites"),
+        ("backward_scan", "arrive", "stored_ready", "deadlock"),
+        ("backward_scan", "arrive", "stored_free", "deadlock"),
+    ],
+)
+def test_what_tells_of_chunks_in_the_backward_must_not_be_left_out(protocols, kernel, kind, name, mistake):
+    broken = without(protocols[kernel], kind, name)
+    with pytest.raises(ProtocolError, match=mistake):
+        for trips in TRIPS:
+            simulate_starved(broken, trips)
+
+
+@pytest.mark.parametrize("role", ["load_states", "sum"])
+def test_who_only_reads_the_record_lets_it_go_too(protocols, role):
+    protocol = protocols["backward_gradients"]
+    others = without(protocol, "arrive", "tokens_free").roles
+    with pytest.raises(ProtocolError, match="deadlock"):
+        simulate_starved(replace(protocol, roles=protocol.roles | {role: others[role]}), 3)
 
 
 def test_protocols_and_compiled_sources_agree(protocols, product):

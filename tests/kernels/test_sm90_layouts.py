@@ -79,8 +79,12 @@ def test_every_barrier_of_the_backward_completes_with_whole_warps():
         assert layout.arrivals.keys() == layout.barrier_slots.keys()
     assert scan.arrivals["chunk_free"] == scan.state.warps
     assert scan.arrivals["scores_ready"] == scan.scores.warps and scan.arrivals["scores_free"] == scan.state.warps
+    assert scan.arrivals["stored_ready"] == scan.arrivals["state_free"] + scan.arrivals["values_free"], "both storers"
     consumers = gradients.queries.warps + gradients.keys.warps + gradients.pairs.warps
-    assert gradients.arrivals["tokens_free"] == gradients.arrivals["parts_ready"] == consumers
+    assert gradients.arrivals["parts_ready"] == consumers
+    assert gradients.arrivals["tokens_free"] == consumers + 2, (
+        "the warps that load states and sum up read which chunk it is"
+    )
     assert gradients.arrivals["rows_free"] == consumers + gradients.arrivals["parts_free"], (
         "the warp that sums up reads too"
     )

@@ -11,6 +11,7 @@ from fake_gpu import TensorMap, launches, op, place, torch_fake
 from layouts import COPIED, LOADABLE, assert_map, strides_of_a_map
 
 H, HV = 2, 4
+CURSOR_WORDS = 2
 BFLOAT16, FLOAT32 = 9, 7  # CU_TENSOR_MAP_DATA_TYPE_*
 L2_PROMOTION_128B = 2
 SWIZZLE_NONE, SWIZZLE_64B, SWIZZLE_128B = 0, 2, 3
@@ -134,7 +135,8 @@ def pair_scales(address):
 
 
 # Sizes that the compiler leaves out of a kernel's arguments when no address depends on them.
-DROPPABLE = {"blocks", "chunk_slots", "matrices", "row_words", "rows", "segment_slots", "tokens", "words"}
+DROPPABLE = {"blocks", "chunk_slots", "matrices", "places", "ranges", "row_words", "rows", "segment_slots"}
+DROPPABLE |= {"tokens", "words"}
 
 
 def assert_arguments(launch, expected):
@@ -149,6 +151,7 @@ def test_four_kernels_in_order(product_process):
     assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names]
     grids = [3 + 128, SLOTS * H, 3 * HV * 2 * 2, 132]
     assert [launch.grid for launch in found] == [(grid, 1, 1) for grid in grids]
+    assert [launch.programmatic for launch in found] == [0, 0, 1, 1]
 
 
 def test_results_have_the_documented_shapes(product_process):
@@ -176,6 +179,7 @@ def test_plan_reads_offsets_and_clears_every_gradient(product_process):
         "dv_words": addresses["dv"],
         "dg_words": addresses["dg"],
         "dbeta_words": addresses["dbeta"],
+        "cursors": plan.arguments["cursors"],
         "chunk_slots": SLOTS,
         "segment_slots": 3,
         "tokens": 300,
@@ -191,7 +195,7 @@ def test_plan_reads_offsets_and_clears_every_gradient(product_process):
         "ranges": 1,
     }
     assert_arguments(plan, expected)
-    assert 0 not in (expected["chunks"], expected["segments"])
+    assert len({expected["chunks"], expected["segments"], expected["cursors"], 0}) == 4
     [plan, *_], _, _ = product_process.run(run, replace(PACKED, offset_dtype="int32"))
     assert plan.arguments["words_per_entry"] == 1
 
@@ -205,7 +209,8 @@ def test_plan_of_a_dense_batch_needs_no_offsets(product_process):
 
 def test_rows_get_tokens_and_gates(product_process):
     [plan, rows, *_], addresses, _ = product_process.run(run, PACKED)
-    own = {name: rows.arguments[name] for name in ("row_scales", "pair_scales", "norms", "bound")}
+    names = ("row_scales", "pair_scales", "norms", "bound", "arrivals", "queue")
+    own = {name: rows.arguments[name] for name in names}
     strides = {"q_t": 2 * H * 128, "q_h": 128, "k_t": 2 * H * 128, "k_h": 128}
     expected = (
         own
@@ -220,13 +225,14 @@ def test_rows_get_tokens_and_gates(product_process):
             "key_heads": H,
             "value_heads": HV,
             "tokens": 300,
+            "places": SLOTS * H,
             "scale": 0.25,
             "use_l2norm": 1,
             "writes_bound": 0,
         }
     )
     assert_arguments(rows, expected)
-    assert len({*own.values(), 0}) == 5
+    assert len({*own.values(), plan.arguments["cursors"], 0}) == len(names) + 2
 
 
 def test_an_operand_that_was_not_kept_is_made_again(product_process):
@@ -290,9 +296,13 @@ def test_scan_gets_everything(product_process):
         "border_state": rows.arguments["row_scales"],  # any valid address
         "gradient_behind": rows.arguments["row_scales"],
         "gradient_before": rows.arguments["row_scales"],
+        "arrivals": rows.arguments["arrivals"],
+        "queue": rows.arguments["queue"],
+        "cursors": plan.arguments["cursors"],
         "chunk_slots": SLOTS,
         "segment_slots": 3,
         "rows": 1,
+        "places": SLOTS * H,
         "matrices": 3 * HV,
         "key_heads": H,
         "value_heads": HV,
@@ -317,7 +327,7 @@ def test_states_of_segments_are_made_by_a_launch_of_their_own(product_process):
     assert [launch.kernel for launch in found] == [f"backward_{name}_kernel" for name in names]
     grids = [3 + 128, SLOTS * H, places * HV * 2 * 3, places * HV * 2 * 2, 132]
     assert [launch.grid for launch in found] == [(grid, 1, 1) for grid in grids]
-    assert [launch.programmatic for launch in found] == [0, 0, 1, 1, 0]
+    assert [launch.programmatic for launch in found] == [0, 0, 1, 1, 1]
     plan, rows, makers, outputs, _ = (launch.arguments for launch in found)
     assert (plan["segment_chunks"], makers["segment_chunks"], outputs["segment_chunks"]) == (1, 1, 1)
     assert (rows["writes_bound"], makers["makes_states"], outputs["makes_states"]) == (0, 1, 0)
@@ -326,26 +336,27 @@ def test_states_of_segments_are_made_by_a_launch_of_their_own(product_process):
 
 
 def scans_of(heads, v_heads, tokens):
-    """Of each launch of the scan of one sequence: whether it makes states, has links, and the chunks of a segment."""
+    """Of each launch of the scan of one sequence: whether it makes states, has links, and cuts the sequence."""
     q, k = (torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16) for _ in range(2))  # never touched: no memory
     v, do = (torch.empty(1, tokens, v_heads, 128, dtype=torch.bfloat16) for _ in range(2))
     gates = [torch.empty(1, tokens, v_heads) for _ in range(2)]
     op(OP, q, k, v, *gates, None, None, do, None, 0.25, False, False, True, 0, None)
     found = [launch.arguments for launch in launches() if launch.kernel == "backward_scan_bf16_kernel"]
-    return [tuple(found[name] for name in ("makes_states", "has_links", "segment_chunks")) for found in found]
+    return [(scan["makes_states"], scan["has_links"], scan["segment_chunks"] < tokens // 64) for scan in found]
 
 
 @pytest.mark.parametrize(
     ("heads", "v_heads", "tokens", "expected"),
     [
-        (16, 32, 32768, [(0, 0, 513)]),
-        (16, 16, 32768, [(1, 1, 171), (0, 1, 171)]),
-        (16, 48, 32768, [(0, 0, 256)]),
-        (16, 64, 8192, [(0, 0, 129)]),
+        (16, 32, 32768, [(0, 0, False)]),
+        (16, 16, 32768, [(0, 0, True)]),
+        (2, 4, 32768, [(1, 1, True), (0, 1, True)]),
+        (16, 48, 32768, [(0, 0, False)]),
+        (16, 64, 8192, [(0, 0, False)]),
     ],
 )
 def test_what_the_scans_are_cut_into(product_process, heads, v_heads, tokens, expected):
-    """One round of blocks as it is, segments that link where SMs would idle, and that walk on where rounds are uneven."""
+    """Blocks for all SMs as they are, segments that walk on where there are too few, and that link where most SMs would idle."""
     assert product_process.run(scans_of, heads, v_heads, tokens) == expected
 
 
@@ -359,6 +370,7 @@ def test_scans_and_gradients_take_one_range_after_the_other_from_the_last_on(pro
     plan, rows, *parts = found
     assert (plan.arguments["range_slots"], plan.arguments["ranges"], plan.arguments["segment_slots"]) == (4, 2, 3)
     assert (plan.grid[0], rows.grid[0]) == (2 * 3 + 128, SLOTS * H)
+    assert [launch.programmatic for launch in found] == [0, 0, 1, 1, 1, 1]
     assert [launch.grid[0] for launch in parts] == [3 * HV * 2 * 2, 132] * 2
     longer_than_a_range = 4 + 3  # chunks of four slots of three sequences, and one more
     assert {launch.arguments["segment_chunks"] for launch in (plan, parts[0], parts[2])} == {longer_than_a_range}
@@ -381,12 +393,18 @@ def test_a_range_gets_its_slots_of_what_all_share_and_writes_to_the_same_place(p
         assert scan.arguments["bound"] == rows.arguments["bound"] + first * HV * 4
         assert scan.arguments["segments"] == plan.arguments["segments"] + index * 3 * 7 * 4
         assert gradients.arguments["chunks"] == plan.arguments["chunks"] + first * 4 * 4
+        assert scan.arguments["arrivals"] == rows.arguments["arrivals"] + first * H * 4
+        assert gradients.arguments["places"] == slots * H
+        for launch in (scan, gradients):
+            assert launch.arguments["queue"] == rows.arguments["queue"] + first * H * 4
+            assert launch.arguments["cursors"] == plan.arguments["cursors"] + index * CURSOR_WORDS * 4
         for name in ("errors_desc", "states_desc", "dstates_desc"):
             assert scan.arguments[name] == gradients.arguments[name]
             assert scan.arguments[name].address == parts[0].arguments[name].address
             assert scan.arguments[name].dims[-1] == slots
     apart = {"solve_desc", "row_scales_desc", "pair_scales_desc", "bound", "segments", "errors_desc", "states_desc"}
     apart |= {"dstates_desc", "border_state", "gradient_behind", "gradient_before", "chunk_slots"}
+    apart |= {"arrivals", "queue", "cursors"}
     for name in parts[0].arguments.keys() - apart:
         assert parts[0].arguments[name] == parts[2].arguments[name], name
 
@@ -454,6 +472,8 @@ def test_gradients_get_everything(product_process):
         "row_scales_desc": row_scales(rows.arguments["row_scales"], 4),
         "norms_desc": norms,
         "chunks": plan.arguments["chunks"],
+        "queue": rows.arguments["queue"],
+        "cursors": plan.arguments["cursors"],
         "dq": addresses["dq"],
         "dk": addresses["dk"],
         "dg": addresses["dg"],
@@ -462,6 +482,7 @@ def test_gradients_get_everything(product_process):
         "key_heads": H,
         "value_heads": HV,
         "tokens": 300,
+        "places": SLOTS * H,
         "scale": 0.25,
         "use_l2norm": 1,
     }

@@ -164,6 +164,9 @@ def judge_means(draws, why):
         )
 
 
+EMPTY = (0,) * 20
+
+
 def long_cases_of_both_dtypes():
     for name, dtype in DTYPE_NAMES.items():
         yield Case(f"{name}-T1000", tokens=1000, batch=2, gates="mild", dtype=dtype)
@@ -183,6 +186,7 @@ CASES = [
     Case("packed-int64-VK", lengths=(500, 0, 1, 499), offsets=torch.int64, v_first=True),
     Case("packed-unused-rows", lengths=(100, 63, 1, 137), unused=399, initial=None),
     Case("packed-all-empty", lengths=(0, 0), unused=64),
+    Case("packed-among-empty", lengths=(*EMPTY, 65, 0, 130, *EMPTY), unused=500, l2norm=True),
     Case("bf16-initial-state", tokens=100, initial=torch.bfloat16),
     Case("scale", tokens=100, scale=-0.37),
     Case("strided", tokens=300, batch=2, strided=True, l2norm=True),
@@ -422,6 +426,59 @@ def test_backward_repeats_bit_for_bit(backward, gates, segment, dtype):
     for _ in range(30):
         again = run(backward, case, call, grads)
         assert all(torch.equal(one, other) for one, other in zip(results, again, strict=True))
+
+
+def test_empty_sequences_and_unused_slots_change_no_bit(backward):
+    """Most slots have no chunk then; the gradient kernel must wait for none of them, nor leave a chunk behind."""
+    case = Case("few", lengths=(65, 130), heads=(2, 6), gates="mild", l2norm=True, initial=None, unused=500, segment=4)
+    call = make_call(case)
+    grads = dataclasses.replace(make_gradients(call), dht=None)
+    alone = run(backward, case, call, grads)
+    bounds = torch.tensor([0, *EMPTY, 65, 0, 130, *EMPTY, *EMPTY]).cumsum(0).to(case.offsets).cuda()
+    for _ in range(10):
+        among = run(backward, case, dataclasses.replace(call, cu_seqlens=bounds), grads)
+        for name, one, other in zip(NAMES[:5], alone, among, strict=False):
+            assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize(("segment", "range_slots"), [(0, 0), (2, 0), (2, 9)])
+def test_calls_on_two_streams_at_once_give_the_bits_of_one_after_the_other(backward, segment, range_slots):
+    """The blocks of each wait for what others of the same call write, in whatever order the GPU starts them."""
+    both = []
+    for lengths, gates in (((1000, 1, 999), "none"), ((2048, 64), "mild")):
+        case = Case("streams", lengths=lengths, heads=(8, 32), gates=gates, l2norm=True, segment=segment)
+        call = make_call(case)
+        both.append((case, call, make_gradients(call)))
+    expected = [run(backward, *one, range_slots=range_slots) for one in both]
+    streams = [torch.cuda.Stream() for _ in both]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        found = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(50_000_000)  # both calls are queued before either begins
+        for stream, one in zip(streams, both, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(run(backward, *one, range_slots=range_slots))
+        torch.cuda.synchronize()
+        for alone, beside in zip(expected, found, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(alone, beside, strict=True))
+
+
+@pytest.mark.parametrize("segment", [0, 2])
+def test_offsets_that_decrease_come_to_an_end_and_leave_nothing_behind(backward, segment):
+    """Their results mean nothing, and a chunk that no segment writes is not waited for."""
+    case = Case("decrease", lengths=(300, 0, 400, 300), l2norm=True, segment=segment, unused=64)
+    call = make_call(case)
+    grads = make_gradients(call)
+    clean = run(backward, case, call, grads)
+    for bounds in ((829, 392, 63, 167, 656), (256, 70, 263, 0, 1000), (0, 400, 0, 500, 0), (1000, 0, 1000, 0, 1000)):
+        wrong = torch.tensor(bounds, dtype=case.offsets, device="cuda")
+        for _ in range(10):
+            run(backward, case, dataclasses.replace(call, cu_seqlens=wrong), grads, is_kept=False)
+        torch.cuda.synchronize()
+    again = run(backward, case, call, grads)
+    assert all(torch.equal(one, other) for one, other in zip(clean, again, strict=True))
 
 
 @pytest.mark.parametrize("segment", [0, 1])
