@@ -467,7 +467,7 @@ def sum_head(thread, t, b, heads, first, rows, head, dg, dbeta):
 def supply_tokens(
     thread, t, b, queue, cursors, chunks, places, key_heads, group, tokens, q, k, norms, dout, dv, errors, row_scales
 ):
-    """Takes chunk after chunk from the queue and loads all of it but states."""
+    """Takes chunk after chunk from the queue and loads all tiles of each but its states."""
     works, heads, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
     works, heads, rows = 0, 0, 1
     while rows > 0:

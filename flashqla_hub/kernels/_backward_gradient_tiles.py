@@ -25,8 +25,8 @@ class Tiles(Group):
     """Shared memory: q and k in `tokens` by slot and source; tiles of a head by halves of the value columns.
 
     `pairs` holds what queries, and keys, read of a token. `parts` and `columns` hold a head's contributions to dg and dbeta, the
-    latter sums over a few rows each. `work` says which chunk a slot of `tokens` is of, `has_ended`
-    that no tile will come any more.
+    latter sums over a few rows each. `work` says which chunk is in a slot of `tokens`; `has_ended` says
+    that no more tiles will come.
     """
 
     suffix = "_smem"

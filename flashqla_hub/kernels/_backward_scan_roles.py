@@ -480,14 +480,14 @@ def load_reverse(thread, t, b, item, head, key_head, column, q, k, dout, solve, 
 
 @T.macro
 def tell(thread, b, batch):
-    """Tiles of so many chunks are in memory."""
+    """Says that this storer has the tiles of batch `batch` in memory, once there is room for another announcement."""
     wait(b.stored_free, batch % ANNOUNCEMENTS, phase_before(batch, ANNOUNCEMENTS))
     arrive(b.stored_ready, batch % ANNOUNCEMENTS, thread)
 
 
 @T.macro
 def report(thread, b, i):
-    """Behind the store of the i-th chunk: those before it are in memory."""
+    """Behind the store of the i-th chunk: those before it are in memory, and are told of when they make a batch."""
     T.tma_store_wait(1, read=False)
     if T.And(i > 0, i % AT_ONCE == 0):
         tell(thread, b, T.truncdiv(i, AT_ONCE) - 1)
@@ -495,7 +495,7 @@ def report(thread, b, i):
 
 @T.macro
 def report_rest(thread, b, item):
-    """Behind the last chunk: all are."""
+    """Behind the last chunk: all are in memory, and the last batch is told of."""
     T.tma_store_wait(0, read=False)
     if outputs_of(item) > 0:
         tell(thread, b, batches_of(item) - 1)

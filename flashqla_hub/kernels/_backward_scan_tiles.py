@@ -215,7 +215,9 @@ BACKWARD_SCAN_PROTOCOL = Protocol(
         "scores": TileSlots(SCORES, ("carry",)),
         "state": TileSlots(1, ("store_state",)),
         "out": TileSlots(1, ("store_values",)),
-        "stored_state": TileSlots(ANNOUNCEMENTS, ("announce",)),  # no tiles: that those of some chunks are in memory
+        "stored_state": TileSlots(
+            ANNOUNCEMENTS, ("announce",)
+        ),  # not in memory: stand for "the tiles of this batch are stored"
         "stored_values": TileSlots(ANNOUNCEMENTS, ("announce",)),
     },
     roles={

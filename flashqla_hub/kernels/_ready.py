@@ -1,13 +1,13 @@
 """How the blocks that write a chunk's tiles tell those that read them, which run beside them, that all are there.
 
-A chunk of a key head is *ready* once its value heads' tiles are in memory. Each block counts its own; who counts the last ones
-puts the chunk at the end of a queue, from whose front the gradient kernel's blocks take: in the order in which chunks become
-ready, and each a next one when it is through with one. They wait only for blocks of the launch before theirs, which all run by
-then, and no longer than these run: behind that nothing becomes ready, and slots without a chunk never do.
+A chunk of a key head is *ready* once all tiles of its value heads are in memory. Each block of the scan counts its own; the one
+that counts last puts the chunk at the end of a queue. Blocks of the gradient kernel take from its front, each the next chunk as
+soon as it has loaded one. They wait only for blocks of the launch before, which have all begun by then, and no longer than those
+run: afterwards nothing becomes ready, and slots without a chunk never do.
 
     arrivals    blocks whose tiles of a chunk and key head are there
     queue       1 + slot * H + key head of the chunks that are ready, in their order; 0 where none is yet
-    cursors     places of the queue that are taken, and filled
+    cursors     places of the queue that were asked for, by each block one more than it gets, and that are filled
 
 `backward_plan.py` clears the cursors, `backward_rows.py` the rest.
 """
@@ -45,7 +45,7 @@ def order_copies():
 
 @T.macro
 def count_block(arrivals, queue, cursors, work, group):
-    """The tiles of one block more of a chunk, which this thread knows to be in memory; the last ones make the chunk ready."""
+    """Counts one more block whose tiles of a chunk this thread knows to be in memory; the last one makes the chunk ready."""
     before, place = T.alloc_var("int32"), T.alloc_var("int32")
     before = T.atomic_add(arrivals[work], 1, memory_order="acq_rel", return_prev=True)
     if before == group * BLOCKS_OF_HEAD - 1:
@@ -55,9 +55,10 @@ def count_block(arrivals, queue, cursors, work, group):
 
 @T.macro
 def take_work(work, at, has_ended, queue, cursors, chunks, places, key_heads, tokens, thread):
-    """work[at, :] <- the next chunk of the queue, which is waited for, or no rows if there is none; by a warp, without barriers.
+    """work[at, :] <- the next chunk of the queue, which the warp's first lane waits for; no rows if there is none.
 
-    has_ended[0] is read before the queue: what is not there once the blocks before have ended never will be.
+    By a warp, without barriers. has_ended[0] is read before the queue: what is not there once the launch before has ended never
+    will be.
     """
     place, entry, slot, over = (T.alloc_var("int32") for _ in range(4))
     if thread % WARP == 0:

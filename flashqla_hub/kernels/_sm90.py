@@ -253,7 +253,7 @@ class BackwardScanLayout:
 
     stages: int = 3  # chunks in flight
     scores_in_flight: int = 2  # chunks whose scores are there
-    announced_at_once: int = 4  # chunks, since that takes longer than a chunk
+    announced_at_once: int = 4  # chunks that are announced together (docs/design/2026-11-30-backward-beside.md)
     announcements: int = 2  # in flight
     directions: int = 2  # states from first to last chunk, their gradients from last to first
     state: Role = Role(WARPS_PER_GROUP, 240)
@@ -313,12 +313,12 @@ class BackwardScanLayout:
 class BackwardGradientLayout:
     """Roles, barriers and tiles of the gradient kernel of the backward (`backward_gradients.py`)."""
 
-    blocks: int = 132  # one an SM of the GPUs with most; each takes its share of the chunks
+    blocks: int = 132  # one an SM of the GPUs with most; each takes its next chunk from a queue
     slots: int = 2  # chunks of q and k, and heads of row scales, pairs and parts, in flight
     queries: Role = Role(WARPS_PER_GROUP, 160)
     keys: Role = Role(WARPS_PER_GROUP, 160)
     pairs: Role = Role(WARPS_PER_GROUP, 152)
-    movers: Role = Role(WARPS_PER_GROUP, 40)  # two loaders, one warp that sums up and an idle one
+    movers: Role = Role(WARPS_PER_GROUP, 40)  # two loaders, a warp that sums up and one that waits for the scan's end
     parts: int = 6
     column_groups: int = 32  # rows of partial sums over the rows of a 64 x 64 accumulator: one for each (warp, row % 8)
     column_padding: int = 8  # floats: eight rows of pairs of columns lie in different banks
@@ -340,10 +340,7 @@ class BackwardGradientLayout:
         """Arrivals that complete a phase."""
         queries, keys, pairs = self.queries.warps, self.keys.warps, self.pairs.warps
         free = {
-            "tokens": queries
-            + keys
-            + pairs
-            + 2,  # and the warps that load states and sum up have read which chunk it is
+            "tokens": queries + keys + pairs + 2,  # two more read which chunk it is
             "rows": queries + keys + pairs + 1,
             "errors": keys + pairs,
             "dv": keys + pairs,

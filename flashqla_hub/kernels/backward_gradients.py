@@ -17,8 +17,9 @@ A tile of a head is loaded anew as soon as its readers are through with it, whil
 what takes longest, and should never stop coming.
 
 Blocks begin beside the scan that writes errors, states and dv (programmatic launch), once the last of its blocks runs, and take
-chunk after chunk of a key head from the queue of `_ready.py`, which the scan fills. One warp waits for the end of the scan: who
-finds no chunk behind it is through, and this launch ends behind the scan's. Which block takes a chunk, and when, changes no bit.
+chunk after chunk of a key head from the queue of `_ready.py`, which the scan fills. A warp of each block waits for the end of the
+scan: a block that finds no chunk in the queue after that is through, and this launch ends after the scan. Which block takes a
+chunk, and when, changes no bit.
 
 Reads        q k [T, H, 128] · dout dv [T, HV, 128] · errors states dstates of `backward_scan.py` · row_scales norms of
              `backward_rows.py` · chunks [slots, 4] · queue [slots * H], cursors [2] of `_ready.py`, of which it moves the first
@@ -104,7 +105,7 @@ from ._tile import arrive
 PROTOCOL = BACKWARD_GRADIENTS_PROTOCOL
 BLOCKS = BACKWARD_GRADIENTS.blocks
 QUERY_ROLE, KEY_ROLE, MOVERS = WARPGROUP, 2 * WARPGROUP, 3 * WARPGROUP  # first threads of roles
-STATE_LOADER, SUM, IDLE = MOVERS + WARP, MOVERS + 2 * WARP, MOVERS + 3 * WARP
+STATE_LOADER, SUM, WATCH = MOVERS + WARP, MOVERS + 2 * WARP, MOVERS + 3 * WARP
 
 
 def build_backward_gradients(dtype):
@@ -203,11 +204,11 @@ def build_backward_gradients(dtype):
                     )  # fmt: skip
                 elif thread < SUM:
                     supply_states(thread, t, b, group, states, dstates)
-                elif thread < IDLE:
+                elif thread < WATCH:
                     sum_heads(thread, t, b, group, dg, dbeta)
                 else:
                     T.pdl_sync()
-                    if thread == IDLE:
+                    if thread == WATCH:
                         T.atomic_store(t.has_ended[0], 1, memory_order="release")
 
     return backward_gradients

@@ -15,13 +15,13 @@ launch before this one make it, is told in `_backward_segments.py`; here it mean
 that a state may start as the identity, without values, and that links may come before the chunks: S <- S M + S_j.
 
 Blocks that write outputs begin beside those that make states (programmatic launch), once the last of those runs and has seen the
-kernel before it end. Only a block that follows links waits for what they make; in each block a warp that is through waits for
-their end, so that this launch ends behind the other. The GPU starts blocks in the order of their indices: segments where a
-direction starts come first, and of each the reverse, which takes longest.
+kernel before it end. Only a block that follows links waits for what they make; in each block the announcer waits for their
+end when it is through, so that this launch ends behind the other. The GPU starts blocks in the order of their indices: segments
+where a direction starts come first, and of each the reverse, which takes longest.
 
-Blocks of the gradient kernel begin beside these in turn: a warp counts for them the chunks whose tiles the block has in memory
-(`_ready.py`), several at a time, since a storer that waits for each of its stores and counts it takes longer than a chunk. It is
-also the one that waits for the end of the launch before. Who makes states has nothing to announce.
+In the same way blocks of the gradient kernel begin beside these. The announcer counts for them the chunks whose tiles its block
+has in memory (`_ready.py`), several at a time: a storer that waited for each store and counted it would take longer than a chunk.
+Blocks that make states announce nothing.
 
 The state stands transposed in registers and is the left operand of its products. A warpgroup alone waits for most of its own
 products, and shared memory is busy for most of a chunk in reverse, so both bound a block: what it does between its products,
@@ -34,7 +34,7 @@ Reads        q k [T, H, 128] · v dout [T, HV, 128] · solve [slots, HV, 96, 32]
              `backward_rows.py` · segments [segment_slots, 7] · initial state and gradient of the final state f32, or those at
              a border, [HV, V, K], of the sequence that goes on in another range of chunks
 Writes       errors [slots, HV, 2, C, 64] · states dstates [slots, HV, 2, 64, 128], transposed · dv [T, HV, 128] ·
-             gradient of the initial state f32, or of that at a border · arrivals queue [slots * H] and cursors [2] of `_ready.py`
+             gradient of the initial state f32, or of that at a border · arrivals queue [slots * H], cursors [2] of `_ready.py`
 In between   segment_states f32, transitions in two 16-bit parts, plain and turned, with the squared norms of their rows,
              whether a segment forgets
 

@@ -6,7 +6,8 @@
 // from the last to the first: each from the states that the forward has kept of the border before it, with the gradients of those
 // behind.
 //
-// The kernel that forms gradients runs beside the scan that writes outputs and takes chunks as they become ready; it ends behind it.
+// The kernel that forms gradients runs beside the scan that writes outputs, takes chunks as they become ready, and ends after
+// that scan.
 #include "../generated/launchers.h"
 #include "../runtime/registration.h"
 #include "../runtime/tensor.h"

@@ -78,8 +78,10 @@ void run(StableIValue* stack, uint64_t, uint64_t) {
     };
     const bool is_alone = w_vectors[0].size[0] == all_rows;
     const int64_t lines = is_alone ? smaller(width * 2 / LINE, BYTES_AHEAD / LINE / all_rows) : 0;
-    LAUNCHES[all_rows <= FEW_ROWS][tokens > 1][!is_bfloat16](scope, contiguous_view("x", x.data, x.dtype, x.device, {tokens, vectors, VECTOR}), w_vectors[0], w_vectors[1],
-           w_vectors[2], w_vectors[3], y_rows[0], y_rows[1], y_rows[2], y_rows[3], static_cast<int32_t>(lines));
+    const TensorView x_vectors = contiguous_view("x", x.data, x.dtype, x.device, {tokens, vectors, VECTOR});
+    LAUNCHES[all_rows <= FEW_ROWS][tokens > 1][!is_bfloat16](scope, x_vectors, w_vectors[0], w_vectors[1], w_vectors[2],
+                                                             w_vectors[3], y_rows[0], y_rows[1], y_rows[2], y_rows[3],
+                                                             static_cast<int32_t>(lines));
   }
   for (int i = 0; i < MATRICES; i++) stack[i] = y[i].hand_over();
 }
