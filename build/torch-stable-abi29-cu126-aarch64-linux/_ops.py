@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_55fc73ad325a"
+NAMESPACE = "_flashqla_1c1e706c408b"
 ops = getattr(torch.ops, NAMESPACE)
 
 

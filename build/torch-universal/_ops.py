@@ -2,7 +2,7 @@
 
 import torch
 
-NAMESPACE = "_flashqla_1c3662f0e66d"
+NAMESPACE = "_flashqla_6b67243e951c"
 ops = getattr(torch.ops, NAMESPACE)
 
 

@@ -12,8 +12,9 @@ CHUNK_SIZES = (16, 32, 64)
 PLANS = {"auto": 0, "invariant": 64, "off": 2**25}
 
 # The SM90 backward has a state before and the gradient of one behind each chunk of 64 tokens, 64 KB a value head in 16 bits.
-# Where they would take more than this, it works on the chunks in two ranges, one after the other in the same memory, which
-# costs 1 to 2 % of its time; smaller calls would lose 5 % and more (docs/design/2026-11-30-backward-ranges.md).
+# Where they would take more than this, it works on the chunks in two ranges, one after the other in the same memory. Measured
+# with gradients behind the scans, that costs 1 to 2 % of the time, and 5 % and more in smaller calls
+# (docs/design/2026-11-30-backward-ranges.md).
 STATES_AT_ONCE = 768 * 2**20
 STATES_OF_CHUNK = 2 * 128 * 128 * 2
 
