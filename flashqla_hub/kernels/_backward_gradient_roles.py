@@ -463,6 +463,11 @@ def sum_head(thread, t, b, heads, first, rows, head, dg, dbeta):
     arrive(b.rows_free, slot, thread)
 
 
+def value_head(t, slot, group, member):
+    """A value head of the chunk in a slot."""
+    return t.work[slot, WORK_KEY_HEAD] * group + member
+
+
 @T.macro
 def supply_tokens(
     thread, t, b, queue, cursors, chunks, places, key_heads, group, tokens, q, k, norms, dout, dv, errors, row_scales
@@ -479,7 +484,7 @@ def supply_tokens(
             load_tokens(thread, t, b, works, q, k, norms)
             for member in T.serial(group):
                 load_head(
-                    thread, t, b, t.work[slot, WORK_SLOT], t.work[slot, WORK_KEY_HEAD] * group + member,
+                    thread, t, b, t.work[slot, WORK_SLOT], value_head(t, slot, group, member),
                     t.work[slot, WORK_FIRST_TOKEN], heads, dout, dv, errors, row_scales,
                 )  # fmt: skip
                 heads += 1
@@ -487,37 +492,74 @@ def supply_tokens(
 
 
 @T.macro
+def each_chunk(thread, t, b, group, start, head, end):
+    """What a role other than the loader's does with each chunk that is taken.
+
+    start(slot, works, rows) and end(slot) are of the chunk in a slot, head(slot, works, heads, rows, member) of one of its value
+    heads.
+    """
+    works, heads, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    works, heads, rows = 0, 0, 1
+    while rows > 0:
+        slot = works % SLOTS
+        look_up(t, b, works)
+        rows = t.work[slot, WORK_ROWS]
+        if rows > 0:
+            start(slot, works, rows)
+            for member in T.serial(group):
+                head(slot, works, heads, rows, member)
+                heads += 1
+            end(slot)
+            arrive(b.tokens_free, slot, thread)
+            works += 1
+
+
+def nothing(*_):
+    """Of a chunk for which a role has nothing to do there."""
+
+
 def supply_states(thread, t, b, group, states, dstates):
     """Loads the states of the chunks that are taken."""
-    works, heads, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    works, heads, rows = 0, 0, 1
-    while rows > 0:
-        look_up(t, b, works)
-        slot = works % SLOTS
-        rows = t.work[slot, WORK_ROWS]
-        if rows > 0:
-            order_copies()
-            for member in T.serial(group):
-                head = t.work[slot, WORK_KEY_HEAD] * group + member
-                load_states(thread, t, b, t.work[slot, WORK_SLOT], head, heads, states, dstates)
-                heads += 1
-            arrive(b.tokens_free, slot, thread)
-            works += 1
+
+    def load(slot, works, heads, rows, member):
+        load_states(thread, t, b, t.work[slot, WORK_SLOT], value_head(t, slot, group, member), heads, states, dstates)
+
+    each_chunk(thread, t, b, group, lambda *_: order_copies(), load, nothing)
 
 
-@T.macro
 def sum_heads(thread, t, b, group, dg, dbeta):
     """dg and dbeta of the chunks that are taken."""
-    works, heads, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-    works, heads, rows = 0, 0, 1
-    while rows > 0:
-        look_up(t, b, works)
-        slot = works % SLOTS
-        rows = t.work[slot, WORK_ROWS]
-        if rows > 0:
-            for member in T.serial(group):
-                head = t.work[slot, WORK_KEY_HEAD] * group + member
-                sum_head(thread, t, b, heads, t.work[slot, WORK_FIRST_TOKEN], rows, head, dg, dbeta)
-                heads += 1
-            arrive(b.tokens_free, slot, thread)
-            works += 1
+
+    def add(slot, works, heads, rows, member):
+        sum_head(
+            thread, t, b, heads, t.work[slot, WORK_FIRST_TOKEN], rows, value_head(t, slot, group, member), dg, dbeta
+        )
+
+    each_chunk(thread, t, b, group, nothing, add, nothing)
+
+
+def form_pairs(dtype, thread, t, b, r, group, scale):
+    """Pairs of tokens of the chunks that are taken."""
+
+    def receive(slot, works, rows):
+        receive_tokens(dtype, thread, t, b, slot, works, rows, 2)
+
+    def form(slot, works, heads, rows, member):
+        pair_head(thread, t, b, r, works, heads, rows, scale)
+
+    each_chunk(thread, t, b, group, receive, form, nothing)
+
+
+def form_gradients(dtype, thread, t, b, r, group, consumer, norm, head, source, out, use_l2norm):
+    """Rows of dq or dk of the chunks that are taken; head(works, heads) adds those of a value head."""
+
+    def receive(slot, works, rows):
+        receive_tokens(dtype, thread, t, b, slot, works, rows, consumer)
+        start_rows(t, r, slot, norm)
+
+    def add(slot, works, heads, rows, member):
+        head(works, heads)
+
+    each_chunk(
+        thread, t, b, group, receive, add, lambda slot: write_gradient(dtype, t, r, slot, source, out, use_l2norm)
+    )

@@ -60,23 +60,19 @@ named 1, 2, 3    queries, keys, pairs      each its own              128, in a c
 import tilelang.language as T
 
 from ._backward_gradient_roles import (
+    form_gradients,
+    form_pairs,
     key_head,
-    look_up,
-    pair_head,
     query_head,
-    receive_tokens,
-    start_rows,
     sum_heads,
     supply_states,
     supply_tokens,
-    write_gradient,
 )
 from ._backward_gradient_tiles import (
     BACKWARD_GRADIENTS_PROTOCOL,
     HALVES,
     KEYS,
     QUERIES,
-    SLOTS,
     Barriers,
     GradientRegisters,
     PairRegisters,
@@ -98,9 +94,7 @@ from ._sm90 import (
     VALUE_TILE,
     WARP,
     WARPGROUP,
-    WORK_ROWS,
 )
-from ._tile import arrive
 
 PROTOCOL = BACKWARD_GRADIENTS_PROTOCOL
 BLOCKS = BACKWARD_GRADIENTS.blocks
@@ -148,53 +142,21 @@ def build_backward_gradients(dtype):
             T.sync_threads()
             if thread < QUERY_ROLE:
                 T.set_max_nreg(BACKWARD_GRADIENTS.pairs.registers, 1)
-                works, heads, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-                works, heads, rows = 0, 0, 1
-                while rows > 0:
-                    slot = works % SLOTS
-                    look_up(t, b, works)
-                    rows = t.work[slot, WORK_ROWS]
-                    if rows > 0:
-                        receive_tokens(dtype, thread, t, b, slot, works, rows, 2)
-                        for _ in T.serial(group):
-                            pair_head(thread, t, b, of_pairs, works, heads, rows, scale)
-                            heads += 1
-                        arrive(b.tokens_free, slot, thread)
-                        works += 1
+                form_pairs(dtype, thread, t, b, of_pairs, group, scale)
             elif thread < KEY_ROLE:
                 T.set_max_nreg(BACKWARD_GRADIENTS.queries.registers, 1)
-                works, heads, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-                works, heads, rows = 0, 0, 1
-                while rows > 0:
-                    slot = works % SLOTS
-                    look_up(t, b, works)
-                    rows = t.work[slot, WORK_ROWS]
-                    if rows > 0:
-                        receive_tokens(dtype, thread, t, b, slot, works, rows, 0)
-                        start_rows(t, of_queries, slot, NORM_QUERY)
-                        for _ in T.serial(group):
-                            query_head(thread, t, b, of_queries, works, heads, scale)
-                            heads += 1
-                        write_gradient(dtype, t, of_queries, slot, QUERIES, dq, use_l2norm)
-                        arrive(b.tokens_free, slot, thread)
-                        works += 1
+                form_gradients(
+                    dtype, thread, t, b, of_queries, group, 0, NORM_QUERY,
+                    lambda works, heads: query_head(thread, t, b, of_queries, works, heads, scale),
+                    QUERIES, dq, use_l2norm,
+                )  # fmt: skip
             elif thread < MOVERS:
                 T.set_max_nreg(BACKWARD_GRADIENTS.keys.registers, 1)
-                works, heads, rows = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-                works, heads, rows = 0, 0, 1
-                while rows > 0:
-                    slot = works % SLOTS
-                    look_up(t, b, works)
-                    rows = t.work[slot, WORK_ROWS]
-                    if rows > 0:
-                        receive_tokens(dtype, thread, t, b, slot, works, rows, 1)
-                        start_rows(t, of_keys, slot, NORM_KEY)
-                        for _ in T.serial(group):
-                            key_head(thread, t, b, of_keys, works, heads)
-                            heads += 1
-                        write_gradient(dtype, t, of_keys, slot, KEYS, dk, use_l2norm)
-                        arrive(b.tokens_free, slot, thread)
-                        works += 1
+                form_gradients(
+                    dtype, thread, t, b, of_keys, group, 1, NORM_KEY,
+                    lambda works, heads: key_head(thread, t, b, of_keys, works, heads),
+                    KEYS, dk, use_l2norm,
+                )  # fmt: skip
             else:
                 T.set_max_nreg(BACKWARD_GRADIENTS.movers.registers, 0)
                 if thread < STATE_LOADER:
