@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_1c1e706c408b"
+NAMESPACE = "_flashqla_44cbe36976d2"
 ops = getattr(torch.ops, NAMESPACE)
 
 
