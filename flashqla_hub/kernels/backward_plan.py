@@ -5,6 +5,9 @@ clipped at the first tokens of its slots, which its segments count from its firs
 segments there. A sequence that goes on beyond a border says so. Offsets that decrease mean nothing, but segments stay inside the
 slots of their range even then.
 
+Blocks of the scan start in the order of the segments' records. With `by_length` sequences are whole, so that each has one record, and
+those stand longest first: a long one that starts last would keep a few SMs busy when the others have ended.
+
 Reads        cu_seqlens as 32-bit words
 Writes       chunks [slots, 4] int32: first token, rows (0 = unused slot), sequence ·
              segments [ranges, segment_slots, 7] int32: first token, tokens, first slot and chunks of the sequence, which
@@ -92,6 +95,29 @@ def write_segments(
 
 
 @T.macro
+def find_rank(ahead, offset, sequence, length, sequences, lower, upper, thread):
+    """ahead[0] <- sequences with more tokens between the borders, and those before it with as many; by a whole block.
+
+    offset(n) is the first token of sequence n.
+    """
+    count, first, tokens = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+    if thread == 0:
+        ahead[0] = 0
+    T.sync_threads()
+    count = 0
+    for turn in T.serial(T.truncdiv(sequences + THREADS - 1, THREADS)):
+        other = turn * THREADS + thread
+        if other < sequences:
+            first = offset(other)
+            tokens = T.max(first, offset(other + 1))
+            first = T.max(lower, T.min(first, upper))
+            tokens = T.max(first, T.min(tokens, upper)) - first
+            count += T.cast(T.Or(tokens > length, T.And(tokens == length, other < sequence)), "int32")
+    T.atomic_add(ahead[0], count)
+    T.sync_threads()
+
+
+@T.macro
 def find_border(found, cu_words, words_per_entry, dense_length, sequences, tokens, border, lane):
     """found[...] <- the sequence with slot `border`, its first token, its end, and the first token of that slot.
 
@@ -150,6 +176,7 @@ def build_backward_plan():
         sequences: T.int32,
         segment_chunks: T.int32,
         range_slots: T.int32,
+        by_length: T.int32,
     ):
         with T.Kernel(ranges * sequences + ZERO_BLOCKS, threads=THREADS) as block:
             thread = T.get_thread_binding()
@@ -159,6 +186,7 @@ def build_backward_plan():
             is_here, beyond = T.alloc_var("int32"), T.alloc_var("int32")
             border, lower, upper = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             found = T.alloc_local((4,), "int32")
+            ahead = T.alloc_shared((1,), "int32")
             if block < ranges * sequences:
                 part, sequence = T.truncdiv(block, sequences), T.truncmod(block, sequences)
                 from_slot = part * range_slots
@@ -201,6 +229,14 @@ def build_backward_plan():
                 next_place = T.min(T.truncdiv(T.max(0, end - base), step) + sequence + 1, segment_slots)
                 if sequence == sequences - 1:
                     next_place = segment_slots
+                if by_length != 0:
+                    find_rank(
+                        ahead, lambda n: offset(cu_words, n, words_per_entry, dense_length), sequence, length,
+                        sequences, lower, upper, thread,
+                    )  # fmt: skip
+                    first_place = ahead[0]
+                    lowest_place = first_place
+                    next_place = first_place + 1
                 # Offsets that decrease would lead out of the range, and out of its segments.
                 own_slot = T.max(own_slot, from_slot)
                 length = T.min(length, CHUNK * T.max(0, until_slot - own_slot))

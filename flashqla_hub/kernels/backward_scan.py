@@ -166,6 +166,7 @@ def build_backward_scan(dtype):
         segment_chunks: T.int32,
         makes_states: T.int32,
         has_links: T.int32,
+        has_cuts: T.int32,
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=BACKWARD_SCAN.threads) as block:
@@ -187,7 +188,7 @@ def build_backward_scan(dtype):
             direction = part
             if makes_states != 0:
                 direction = T.Select(part == MAKE_GRADIENT, REVERSE, FORWARD)
-            elif direction == REVERSE:  # who may walk on through all segments starts first
+            elif T.And(direction == REVERSE, has_cuts != 0):  # who may walk on through all segments starts first
                 slot = segment_slots - 1 - slot
             group = T.truncdiv(value_heads, key_heads)
             key_head = T.truncdiv(head, group)

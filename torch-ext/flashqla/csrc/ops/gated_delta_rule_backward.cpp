@@ -27,6 +27,7 @@ constexpr int64_t MAKERS = 3;      // of a segment's state, its transition and t
 constexpr int64_t TRANSITION_PARTS = 4;
 constexpr int64_t CURSOR_WORDS = 2;  // of a range's queue of chunks
 constexpr int32_t NO_DENSE_LENGTH = -1;
+constexpr int64_t MOST_SORTED = 1024;  // sequences whose lengths are compared, each with all others
 
 // Chunks that are worked on together: those of some slots, which the scans and the gradients count from the first of them on.
 struct Range {
@@ -333,7 +334,8 @@ class Backward {
                          as_words(dq_, key_words), as_words(dk_, key_words), as_words(dv_, value_words),
                          as_words(dg_, sizes_.v_heads), as_words(dbeta_, sizes_.v_heads), scratch.cursors,
                          words_per_entry(), sizes_.dense_length, static_cast<int32_t>(sizes_.sequences),
-                         static_cast<int32_t>(sizes_.segments.chunks), static_cast<int32_t>(sizes_.range(0).slots));
+                         static_cast<int32_t>(sizes_.segments.chunks), static_cast<int32_t>(sizes_.range(0).slots),
+                         !sizes_.segments.has_cuts && sizes_.sequences <= MOST_SORTED);
   }
 
   void launch_kernels_of_rows(const Inputs& inputs, const Scratch& scratch) {
@@ -374,7 +376,7 @@ class Backward {
              scratch.arrivals, scratch.queue, scratch.cursors, arguments_.initial_state.has_value(),
              arguments_.dht.has_value(), arguments_.output_dinitial, arguments_.state_v_first,
              static_cast<int32_t>(sizes_.segments.chunks), makes_states, sizes_.segments.links,
-             static_cast<int32_t>(blocks));
+             sizes_.segments.has_cuts, static_cast<int32_t>(blocks));
     }
   }
 
