@@ -48,7 +48,7 @@ from ._sm90 import (
     WARP,
     WARPGROUP,
 )
-from ._tile import arrive, wait
+from ._tile import arrive, rolled, wait
 
 MEETING = 1  # named barrier of the warpgroup that has the state
 FLOAT32 = "float32"
@@ -147,7 +147,7 @@ def follow_links(thread, dtype, t, b, r, links, base, sign, value_heads, side, h
 
     The transition's high part lies in the places of the keys, its low part in those of the queries.
     """
-    for i in T.serial(links):
+    for i in rolled(links):
         split_half(dtype, r.S, 0, r.high[0], r.low[0])
         split_half(dtype, r.S, VALUE_TILE, r.high[1], r.low[1])
         for a, c in T.Parallel(VALUE_TILE, HEAD_DIM):
@@ -288,9 +288,9 @@ def carry_state(thread, dtype, t, b, r, item):
         T.sync_threads(MEETING, WARPGROUP)
     if item[ITEM_CHUNKS] > 0:
         take_values(t, b, r, 0, item[ITEM_CHUNKS])
-    for i in T.serial(item[ITEM_SILENT]):
+    for i in rolled(item[ITEM_SILENT]):
         advance_state(thread, dtype, t, b, r, item, i, False)
-    for more in T.serial(outputs_of(item)):
+    for more in rolled(outputs_of(item)):
         advance_state(thread, dtype, t, b, r, item, item[ITEM_SILENT] + more, True)
 
 
@@ -366,9 +366,9 @@ def carry_gradient(thread, dtype, t, b, r, item, lead):
             clear_gradients(dtype, t, item[ITEM_LAST_ROWS])
             clear_tail(dtype, t, 0, item[ITEM_LAST_ROWS])
         take_values(t, b, r, 0, item[ITEM_CHUNKS])
-    for i in T.serial(item[ITEM_SILENT]):
+    for i in rolled(item[ITEM_SILENT]):
         advance_gradient(thread, dtype, t, b, r, item, i, lead, False)
-    for more in T.serial(outputs_of(item)):
+    for more in rolled(outputs_of(item)):
         advance_gradient(thread, dtype, t, b, r, item, item[ITEM_SILENT] + more, lead, True)
 
 
@@ -396,7 +396,7 @@ def weigh_scores(t, r, stage):
 def make_scores(thread, dtype, t, b, r, item):
     """P of each chunk, one or two ahead of the warpgroup that needs it."""
     rows = T.alloc_var("int32")
-    for i in T.serial(item[ITEM_CHUNKS]):
+    for i in rolled(item[ITEM_CHUNKS]):
         stage, place = i % STAGES, i % SCORES
         rows = T.Select(i == 0, item[ITEM_LAST_ROWS], CHUNK)
         wait(b.chunk_ready, stage, phase(i, STAGES))
@@ -431,7 +431,7 @@ def load_chunk(thread, t, b, stage, token, slot, head, key_head, k, solve, row_s
 @T.macro
 def load_links(thread, t, b, item, sign, value_heads, turned, transitions):
     """Transitions of the links, from the farthest on, to the places of keys and queries."""
-    for i in T.serial(item[ITEM_LINKS]):
+    for i in rolled(item[ITEM_LINKS]):
         row = item[ITEM_OWN] + (item[ITEM_LINKS] - i) * sign * value_heads
         wait(b.link_free, 0, phase_before(i, 1))
         T.tma_copy(transitions[row, turned + HIGH, 0, :, :], t.k[0, :, :], barrier=b.link_ready[0])
@@ -445,7 +445,7 @@ def load_links(thread, t, b, item, sign, value_heads, turned, transitions):
 
 @T.macro
 def load_forward(thread, t, b, item, head, key_head, column, k, v, solve, row_scales):
-    for i in T.serial(item[ITEM_CHUNKS]):
+    for i in rolled(item[ITEM_CHUNKS]):
         stage = i % STAGES
         token, slot = item[ITEM_FIRST_TOKEN] + i * CHUNK, item[ITEM_FIRST_SLOT] + i
         wait(b.chunk_free, stage, phase_before(i, STAGES))
@@ -462,7 +462,7 @@ def load_forward(thread, t, b, item, head, key_head, column, k, v, solve, row_sc
 
 @T.macro
 def load_reverse(thread, t, b, item, head, key_head, column, q, k, dout, solve, row_scales, pair_scales):
-    for i in T.serial(item[ITEM_CHUNKS]):
+    for i in rolled(item[ITEM_CHUNKS]):
         stage, index = i % STAGES, item[ITEM_CHUNKS] - 1 - i
         token, slot = item[ITEM_FIRST_TOKEN] + index * CHUNK, item[ITEM_FIRST_SLOT] + index
         wait(b.chunk_free, stage, phase_before(i, STAGES))
@@ -504,7 +504,7 @@ def report_rest(thread, b, item):
 @T.macro
 def announce(thread, b, item, is_reverse, arrivals, queue, cursors, chunk_slots, key_head, key_heads, group):
     """Counts the chunks that both storers have in memory, a lane each; of offsets that decrease some may lie in no slot."""
-    for batch in T.serial(batches_of(item)):
+    for batch in rolled(batches_of(item)):
         lane = thread % WARP
         i = batch * AT_ONCE + lane
         wait(b.stored_ready, batch % ANNOUNCEMENTS, phase(batch, ANNOUNCEMENTS))
@@ -517,7 +517,7 @@ def announce(thread, b, item, is_reverse, arrivals, queue, cursors, chunk_slots,
 @T.macro
 def store_states(thread, t, b, item, head, half, is_reverse, states):
     """The state of every chunk with outputs to its slot."""
-    for i in T.serial(outputs_of(item)):
+    for i in rolled(outputs_of(item)):
         slot = item[ITEM_FIRST_SLOT] + T.Select(is_reverse, outputs_of(item) - 1 - i, item[ITEM_SILENT] + i)
         wait(b.state_ready, 0, phase(i, 1))
         T.fence_proxy_async()  # here, where it holds up nobody who computes: it orders what the wait has seen
@@ -530,7 +530,7 @@ def store_states(thread, t, b, item, head, half, is_reverse, states):
 
 @T.macro
 def store_errors(thread, t, b, item, head, half, errors):
-    for i in T.serial(outputs_of(item)):
+    for i in rolled(outputs_of(item)):
         slot = item[ITEM_FIRST_SLOT] + item[ITEM_SILENT] + i
         wait(b.values_ready, 0, phase(i, 1))
         T.fence_proxy_async()  # here, where it holds up nobody who computes: it orders what the wait has seen
@@ -544,7 +544,7 @@ def store_errors(thread, t, b, item, head, half, errors):
 @T.macro
 def store_value_gradients(thread, lane, t, b, item, head, column, dv):
     """dv of every chunk with outputs; one that ends within the tile is stored row by row."""
-    for i in T.serial(outputs_of(item)):
+    for i in rolled(outputs_of(item)):
         index = outputs_of(item) - 1 - i
         token = item[ITEM_FIRST_TOKEN] + index * CHUNK
         rows = T.Select(T.And(i == 0, item[ITEM_SILENT] == 0), item[ITEM_LAST_ROWS], CHUNK)
@@ -554,7 +554,7 @@ def store_value_gradients(thread, lane, t, b, item, head, column, dv):
             T.tma_copy(t.out, dv[token : token + CHUNK, head, column : column + VALUE_TILE])
             T.tma_store_wait(0)
         else:
-            for a in T.serial(rows):
+            for a in rolled(rows):
                 for e in T.vectorized(2):
                     dv[token + a, head, column + 2 * lane + e] = t.out[a, 2 * lane + e]
         arrive(b.values_free, 0, thread)

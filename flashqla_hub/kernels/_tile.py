@@ -10,6 +10,11 @@ swizzled = tilelang.layout.make_swizzled_layout
 linear = tilelang.layout.make_linear_layout
 
 
+def rolled(count):
+    """`for` a count of turns, whose body stands once in the code: an SM keeps 32 KB of instructions."""
+    return T.unroll(count, unroll_factor=1)
+
+
 class Group:
     """Buffers as attributes of one object, each named after its attribute in the generated source.
 
