@@ -34,9 +34,9 @@ OWN_FENCES = "flashqla.own_fences"
 TileLang would put one before every wgmma that follows any plain store, also of a tile that the wgmma does not read.
 """
 CLUSTER = "flashqla.cluster"
-"""A pass config of ours: the name of the scalar that says how many blocks along the first axis form a cluster.
+"""A pass config of ours: how many blocks along the first axis form a cluster, or the name of the scalar that says so.
 
-TileLang's clusters are of a size that is fixed when the kernel is compiled.
+TileLang's own clusters are of a size that is fixed when the kernel is compiled, and change how it is compiled.
 """
 
 
@@ -80,7 +80,7 @@ def lower(name: str, prim_func: tirx.PrimFunc, pass_configs: Mapping[str, Any]) 
     return Lowered(artifact.kernel_source, _read_plan(name, prim_func, artifact, cluster))
 
 
-def _read_plan(name: str, prim_func: tirx.PrimFunc, artifact: Any, cluster: str | None) -> LaunchPlan:
+def _read_plan(name: str, prim_func: tirx.PrimFunc, artifact: Any, cluster: str | int | None) -> LaunchPlan:
     functions = artifact.device_mod.functions_items()
     if len(functions) != 1:
         raise LoweringError(f"{name} lowers to {len(functions)} kernels; a spec builds exactly one, so split it.")
@@ -93,11 +93,11 @@ def _read_plan(name: str, prim_func: tirx.PrimFunc, artifact: Any, cluster: str 
     launch = _launch_parameters(name, device_function, arguments[count:])
     tensors, scalars = _parameters(name, prim_func)
     if cluster is not None:
-        if cluster not in {scalar.name for scalar in scalars}:
+        if isinstance(cluster, str) and cluster not in {scalar.name for scalar in scalars}:
             raise LoweringError(
                 f"{name} takes no scalar {cluster}, which {CLUSTER} names; name one of its int32 arguments."
             )
-        launch["cluster"] = (cluster, "1", "1")
+        launch["cluster"] = (str(cluster), "1", "1")
     return LaunchPlan(
         name=name,
         kernel=global_var.name_hint,

@@ -31,6 +31,10 @@ CLUSTERED = MappingProxyType(dict(PASS_CONFIGS) | {"flashqla.cluster": "cluster"
 # For kernels that have every fence between plain and asynchronous accesses to shared memory themselves.
 OWN_FENCES = MappingProxyType(dict(PASS_CONFIGS) | {"flashqla.own_fences": True})
 
+# For kernels that run beside others: the two SMs that share instructions get blocks of the same code, since blocks 2 i and
+# 2 i + 1 are a cluster (docs/design/2026-12-01-instructions.md).
+PAIRED = MappingProxyType(dict(OWN_FENCES) | {"flashqla.cluster": 2})
+
 
 @dataclass(frozen=True)
 class FactorSpec:
@@ -411,7 +415,7 @@ class BackwardScanSpec:
             {"HGMMA": 144, "UTMALDG": 28, "UTMASTG": 6, "LDSM": 24, "STSM": 24} | {"ACQBULK": 3, "PREEXIT": 1}
         )
     )
-    pass_configs: Mapping[str, Any] = field(default_factory=lambda: OWN_FENCES)
+    pass_configs: Mapping[str, Any] = field(default_factory=lambda: PAIRED)
 
     @property
     def name(self) -> str:
