@@ -193,6 +193,7 @@ def test_plan_reads_offsets_and_clears_every_gradient(product_process):
         "segment_chunks": 5,
         "range_slots": SLOTS,
         "ranges": 1,
+        "by_length": 1,
     }
     assert_arguments(plan, expected)
     assert len({expected["chunks"], expected["segments"], expected["cursors"], 0}) == 4
@@ -205,6 +206,26 @@ def test_plan_of_a_dense_batch_needs_no_offsets(product_process):
     assert (plan.arguments["dense_length"], plan.arguments["sequences"]) == (70, 5)
     assert plan.arguments["cu_words"] == plan.arguments["segments"], "any valid address"
     assert plan.arguments["chunk_slots"] == 350 // 64 + 5
+
+
+def test_sequences_are_sorted_if_they_are_whole_and_not_too_many(product_process):
+    """Each is compared with all others; of a cut sequence the segments stay in their order."""
+
+    def by_length(call):
+        found, _, _ = product_process.run(run, call)
+        return found[0].arguments["by_length"]
+
+    empty = (0,) * 1024
+    assert by_length(replace(PACKED, initial=None, dfinal=None, offsets=(*empty, 300))) == 1
+    assert by_length(replace(PACKED, initial=None, dfinal=None, offsets=(0, *empty, 300))) == 0
+    assert by_length(replace(PACKED, segment_chunks=1)) == 0
+
+
+def test_two_blocks_of_the_scan_are_a_cluster(product_process):
+    """The halves of a value head, which run the same instructions."""
+    found, _, _ = product_process.run(run, replace(PACKED, segment_chunks=1))
+    assert [launch.cluster for launch in found] == [(0, 0, 0)] * 2 + [(2, 1, 1)] * 2 + [(0, 0, 0)]
+    assert all(launch.grid[0] % 2 == 0 for launch in found if launch.cluster[0])
 
 
 def test_rows_get_tokens_and_gates(product_process):
@@ -314,6 +335,7 @@ def test_scan_gets_everything(product_process):
         "segment_chunks": 5,
         "makes_states": 0,
         "has_links": 0,
+        "has_cuts": 0,
         "blocks": 3 * HV * 2 * 2,
     }
     assert_arguments(scan, expected)
@@ -332,6 +354,7 @@ def test_states_of_segments_are_made_by_a_launch_of_their_own(product_process):
     assert (plan["segment_chunks"], makers["segment_chunks"], outputs["segment_chunks"]) == (1, 1, 1)
     assert (rows["writes_bound"], makers["makes_states"], outputs["makes_states"]) == (0, 1, 0)
     assert makers["has_links"] == outputs["has_links"] == 1
+    assert (makers["has_cuts"], outputs["has_cuts"]) == (1, 1)
     assert {name for name in makers if makers[name] != outputs[name]} == {"blocks", "makes_states"}
 
 
