@@ -11,7 +11,7 @@ linear = tilelang.layout.make_linear_layout
 
 
 def rolled(count):
-    """Turns of a loop whose body stands once in the code, since an SM keeps 32 KB of instructions; else it may stand four times."""
+    """Turns of a loop whose body stands once in the code, of which an SM keeps 32 KB; else it may stand there four times."""
     return T.unroll(count, unroll_factor=1)
 
 

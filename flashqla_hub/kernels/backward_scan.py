@@ -17,7 +17,7 @@ that a state may start as the identity, without values, and that links may come 
 Blocks that write outputs begin beside those that make states (programmatic launch), once the last of those runs and has seen the
 kernel before it end. Only a block that follows links waits for what they make; in each block the announcer waits for their
 end when it is through, so that this launch ends behind the other. The GPU starts blocks in the order of their indices: segments
-where a direction starts come first, or whole sequences in the order of their records, and of each the reverse, which takes longest.
+where a direction starts come first, or whole sequences in the order of their records, and of each the reverse, which is slower.
 
 Instructions are what blocks of two kernels share badly. An SM keeps 32 KB of them, and the two SMs of a pair disturb one
 another where both run different code of more than that together. So the two halves of a value head are a cluster, which takes
