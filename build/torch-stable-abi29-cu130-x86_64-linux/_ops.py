@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_44cbe36976d2"
+NAMESPACE = "_flashqla_34c524b14fca"
 ops = getattr(torch.ops, NAMESPACE)
 
 
