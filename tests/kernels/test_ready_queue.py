@@ -31,6 +31,7 @@ class Call:
     rows: list[int]  # of the chunk of each slot
     key_heads: int
     group: int
+    at_once: int = BACKWARD_SCAN.announced_at_once
     stored: list[int] = field(init=False)
     taken: list[int] = field(default_factory=list)
     scanning: int = 0  # blocks of the scan that run
@@ -59,8 +60,8 @@ class Call:
 def scan_block(call, works):
     """Stores its tiles of all of these and announces a batch at once, a lane each; of those that lie in no slot none."""
     call.scanning += 1
-    for first in range(0, len(works), BACKWARD_SCAN.announced_at_once):
-        batch = works[first : first + BACKWARD_SCAN.announced_at_once]
+    for first in range(0, len(works), call.at_once):
+        batch = works[first : first + call.at_once]
         batch = [work for work in batch if 0 <= work < call.places]
         last, places = [], []
         for work in batch:
@@ -136,8 +137,10 @@ def run(call, writers, blocks, seed, block=gradient_block):
 
 @st.composite
 def calls(draw):
+    """Few chunks, which the scan's batches hold all, or several smaller ones."""
     rows = draw(st.lists(st.sampled_from((0, 1, CHUNK)), min_size=1, max_size=9))
-    return Call(rows, draw(st.integers(1, 3)), draw(st.integers(1, 2)))
+    at_once = draw(st.sampled_from((1, 2, 4, BACKWARD_SCAN.announced_at_once)))
+    return Call(rows, draw(st.integers(1, 3)), draw(st.integers(1, 2)), at_once)
 
 
 SEEDS = st.integers(0, 2**32)
