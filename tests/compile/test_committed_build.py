@@ -68,6 +68,15 @@ def test_committed_libraries_pass_the_gates(committed):
         judge_library(library, variant.library.machine)
 
 
+def test_loops_of_the_scan_stand_once_in_its_code(product):
+    """Unrolled four times, as the compiler likes to, its stores alone outgrow the 32 KB of code that an SM keeps."""
+    from flashqla_hub.kernels.spec import SPECS
+
+    promised = {spec.name: spec.minimum_instructions["UTMASTG"] for spec in SPECS if "backward_scan" in spec.name}
+    found = {kernel.plan.name: kernel.opcodes["UTMASTG"] for kernel in product if kernel.plan.name in promised}
+    assert promised and found == promised
+
+
 def test_another_byte_in_a_library_is_found_by_recompiling(tools, tmp_path, monkeypatch):
     """Also without a committed library: the whole of build/ is made in a folder of its own."""
     project, variant = read_project(ROOT), COMPILED[0]
