@@ -93,6 +93,8 @@ def _read_plan(name: str, prim_func: tirx.PrimFunc, artifact: Any, cluster: str 
     launch = _launch_parameters(name, device_function, arguments[count:])
     tensors, scalars = _parameters(name, prim_func)
     if cluster is not None:
+        if isinstance(cluster, int) and cluster < 1:
+            raise LoweringError(f"{name} has clusters of {cluster} blocks in {CLUSTER}; it must be 1 or more.")
         if isinstance(cluster, str) and cluster not in {scalar.name for scalar in scalars}:
             raise LoweringError(
                 f"{name} takes no scalar {cluster}, which {CLUSTER} names; name one of its int32 arguments."

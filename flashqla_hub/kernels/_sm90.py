@@ -253,7 +253,7 @@ class BackwardScanLayout:
 
     stages: int = 3  # chunks in flight
     scores_in_flight: int = 2  # chunks whose scores are there
-    announced_at_once: int = 16  # chunks that are announced together (docs/design/2026-11-30-backward-beside.md)
+    announced_at_once: int = 16  # chunks that are announced together (docs/design/2026-12-01-instructions.md)
     announcements: int = 2  # in flight
     directions: int = 2  # states from first to last chunk, their gradients from last to first
     state: Role = Role(WARPS_PER_GROUP, 240)

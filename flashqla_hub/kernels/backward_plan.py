@@ -5,8 +5,9 @@ clipped at the first tokens of its slots, which its segments count from its firs
 segments there. A sequence that goes on beyond a border says so. Offsets that decrease mean nothing, but segments stay inside the
 slots of their range even then.
 
-Blocks of the scan start in the order of the segments' records. With `by_length` sequences are whole, each has one record, and the
-longest come first: a long one that started last would keep a few SMs busy when the others are idle.
+Blocks of the scan start in the order of the segments' records, but where sequences are cut those of the reverse direction start
+with the last record. With `by_length` sequences are whole, each has one record, and the longest come first: a long one that
+started last would keep a few SMs busy when the others are idle.
 
 Reads        cu_seqlens as 32-bit words
 Writes       chunks [slots, 4] int32: first token, rows (0 = unused slot), sequence ·

@@ -19,9 +19,10 @@ kernel before it end. Only a block that follows links waits for what they make; 
 end when it is through, so that this launch ends behind the other. The GPU starts blocks in the order of their indices: segments
 where a direction starts come first, or whole sequences in the order of their records, and of each the reverse, which is slower.
 
-Instructions are what blocks of two kernels share badly. An SM keeps 32 KB of them, and the two SMs of a pair disturb one
-another where both run different code of more than that together. So the two halves of a value head are a cluster, which takes
-such a pair, and the bodies of loops stand once in the code (`rolled`): what a block runs again and again is below 27 KB.
+Instructions are what blocks of two kernels share badly (docs/design/2026-12-01-instructions.md). An SM keeps 32 KB of them,
+and blocks of different kernels on the two SMs of a pair disturb one another by those that they fetch. So the two halves of a
+value head are a cluster, which takes such a pair, and the bodies of loops stand once in the code (`rolled`): what a block runs
+again and again is 25 KB in reverse and 15 forward.
 
 In the same way blocks of the gradient kernel begin beside these. The announcer counts for them the chunks whose tiles its block
 has in memory (`_ready.py`), several at a time: a storer that waited for each store and counted it would take longer than a chunk.

@@ -31,8 +31,8 @@ CLUSTERED = MappingProxyType(dict(PASS_CONFIGS) | {"flashqla.cluster": "cluster"
 # For kernels that have every fence between plain and asynchronous accesses to shared memory themselves.
 OWN_FENCES = MappingProxyType(dict(PASS_CONFIGS) | {"flashqla.own_fences": True})
 
-# For kernels that run beside others: the two SMs that share instructions get blocks of the same code, since blocks 2 i and
-# 2 i + 1 are a cluster (docs/design/2026-12-01-instructions.md).
+# For kernels that run beside others: a pair of SMs gets blocks of the same code, since blocks 2 i and 2 i + 1 are a cluster
+# (docs/design/2026-12-01-instructions.md).
 PAIRED = MappingProxyType(dict(OWN_FENCES) | {"flashqla.cluster": 2})
 
 

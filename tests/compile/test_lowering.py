@@ -191,5 +191,7 @@ def test_a_number_or_a_scalar_says_how_many_blocks_are_a_cluster():
     assert plan.cluster == ("blocks", "1", "1") and plan.grid[0] != "1"
     assert lower("test_kernel", named(build_with_a_scalar()), {CLUSTER: 2}).plan.cluster == ("2", "1", "1")
     assert lowered(build_with_a_scalar()).plan.cluster == ("1", "1", "1")
+    with pytest.raises(LoweringError, match=r"test_kernel has clusters of 0 blocks in flashqla\.cluster; it must be 1"):
+        lower("test_kernel", named(build_with_a_scalar()), {CLUSTER: 0})
     with pytest.raises(LoweringError, match=r"test_kernel takes no scalar rows, which flashqla\.cluster names"):
         lower("test_kernel", named(build_with_a_scalar()), {CLUSTER: "rows"})
