@@ -4,7 +4,7 @@ import os
 
 import torch
 
-NAMESPACE = "_flashqla_34c524b14fca"
+NAMESPACE = "_flashqla_09f11ffdf72e"
 ops = getattr(torch.ops, NAMESPACE)
 
 
