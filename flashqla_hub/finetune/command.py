@@ -151,14 +151,16 @@ def run(settings: Settings, resume: bool, overwrite: bool, verify_packing: bool,
     if checkpoint is None:
         compare.forget(settings.output)
     tell_beginning(settings, model.num_parameters(), len(rows), served, console)
+    proof = {}
     if verify_packing:
         from .packing import verify
 
-        console.print(verify(model, rows, settings), markup=False, highlight=False)
+        proof["verify_packing"] = verify(model, rows, settings)
+        console.print(proof["verify_packing"], markup=False, highlight=False)
 
     def keep(measured: "Measured") -> dict:
         require_called(settings.kernel, measured.functions)
-        summary = report.summarize(settings, model.num_parameters(), served, measured)
+        summary = report.summarize(settings, model.num_parameters(), served, measured) | proof
         report.write(summary, path)
         return summary
 

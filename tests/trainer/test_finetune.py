@@ -105,10 +105,12 @@ def test_gradient_checkpointing_changes_no_loss(run, tmp_path, kind):
     assert losses_in(tmp_path / "with") == losses_in(tmp_path / "without")
 
 
-def test_packed_documents_are_shown_to_be_kept_apart(run, documents):
-    result = run("--verify-packing", "--seq-len", "128", "--held-out", "1", documents)
+def test_packed_documents_are_shown_to_be_kept_apart(run, documents, tmp_path):
+    result = run("--verify-packing", "--seq-len", "128", "--held-out", "1", "--output", "packed", documents)
     assert result.exit_code == 0, result.output
     assert "its gradients differ from those of the documents one by one by" in result.output
+    proof = json.loads((tmp_path / "packed" / "report.json").read_text())["verify_packing"]
+    assert "its gradients differ from those of the documents one by one by" in proof
     assert "documents kept apart" in result.output
 
 
