@@ -135,18 +135,12 @@ def source(tools):
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
+    compiler = shutil.which(os.environ.get("CXX", "g++"))  # there is one: `source` needs it too
+
     def compile_source(source):
         folder = tmp_path_factory.mktemp("order")
         (folder / "plan.cpp").write_text(DEVICE + source + LAUNCH, encoding="utf-8")
-        command = [
-            shutil.which(os.environ.get("CXX", "g++")),
-            "-std=c++20",
-            "-O1",
-            "-shared",
-            "-fPIC",
-            "-o",
-            str(folder / "plan.so"),
-        ]
+        command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-o", str(folder / "plan.so")]
         done = subprocess.run([*command, str(folder / "plan.cpp")], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr[-3000:]
         return ctypes.CDLL(str(folder / "plan.so"))
