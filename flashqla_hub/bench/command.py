@@ -197,27 +197,39 @@ def fill_compile_caches(
     source: Path,
     seconds: int,
 ) -> None:
-    """Let several processes at once compile what the rows need, so that the timed ones find it on disk."""
+    """Let several processes at once compile what the rows need, so that the timed ones find it on disk.
+
+    Says so where that took longer than `seconds`: what is missing then counts in the time limit of the peer.
+    """
     jobs = min(len(os.sched_getaffinity(0)), len(rows))
     shares = [[row.name for row in rows[start::jobs]] for start in range(jobs)]
     processes = [
-        _start_worker(
-            implementation,
-            ["--compile-only", "--op", ",".join(implementation.timed(ops)), "--gates", gates, *share],
-            source,
+        (
+            implementation.name,
+            _start_worker(
+                implementation,
+                ["--compile-only", "--op", ",".join(implementation.timed(ops)), "--gates", gates, *share],
+                source,
+            ),
         )
         for implementation in implementations
         if implementation.compiling is not None and implementation.missing() is None
         for share in shares
     ]
     deadline = time.monotonic() + seconds
-    for process in processes:
+    unfinished = []
+    for name, process in processes:
         try:
             output, _ = process.communicate(timeout=max(1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
+            unfinished.append(name)
             continue
         sys.stdout.writelines(f"{line}\n" for line in output.splitlines() if '"skipped"' in line)
+    for name in dict.fromkeys(unfinished):
+        print(
+            f"{name} had not compiled everything after {seconds} s, and compiles the rest in its own time; raise --seconds."
+        )
 
 
 def _start_worker(implementation: Implementation, options: list[str], source: Path) -> subprocess.Popen:

@@ -122,6 +122,20 @@ def test_only_what_compiles_is_called_beforehand_and_each_row_once(tmp_path, mon
     assert all(options[:1] == ["--compile-only"] for _, options in started)
 
 
+def test_who_has_not_compiled_everything_in_time_is_named_once(tmp_path, monkeypatch, capsys):
+    def start(implementation, options, source):
+        seconds = 60 if implementation.name == "flash-qla" else 0
+        return subprocess.Popen(
+            [sys.executable, "-c", f"import time; time.sleep({seconds})"], stdout=subprocess.PIPE, text=True
+        )
+
+    monkeypatch.setattr(command, "_start_worker", start)
+    there = [replace(BY_NAME[name], module="torch") for name in ("flash-qla", "fla")]
+    command.fill_compile_caches(there, ["forward"], [Row(2, 8, "1x64"), Row(2, 8, "1x65")], "zero", tmp_path, 2)
+    said = "flash-qla had not compiled everything after 2 s, and compiles the rest in its own time; raise --seconds."
+    assert capsys.readouterr().out.splitlines() == [said]
+
+
 def test_flash_qla_is_given_the_cache_of_its_forward_and_its_variant_none(monkeypatch):
     """Stand-ins with the defaults of flash-qla 0.1.3: its forward keeps the cache when it is told to."""
     given = []
