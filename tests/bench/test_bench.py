@@ -559,6 +559,18 @@ def test_the_row_itself_is_called_before_its_short_gate(monkeypatch):
     assert seen == [40, 10]
 
 
+def test_the_burst_is_timed_before_what_heats_the_card(monkeypatch):
+    """Eager calls and those for the host's time are tenths of a second of load, behind which a card may be at its power limit."""
+    order = []
+    monkeypatch.setattr(worker, "make_inputs", partial(make_inputs, device="cpu"))
+    monkeypatch.setattr(worker.torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(L2_cache_size=1))
+    for name, figure in {"capture": (None, 1), "burst_ms": 1.0, "eager_ms": 1.0, "host_us": 1.0}.items():
+        monkeypatch.setattr(protocol, name, lambda *_, name=name, figure=figure: order.append(name) or figure)
+    monkeypatch.setattr(protocol, "peak_bytes", lambda _: (1, 1))
+    assert "skipped" not in worker.measure(Exact(), "forward", Row(1, 2, "1x20"), "bench")
+    assert order == ["capture", "burst_ms", "eager_ms", "host_us", "host_us"]
+
+
 def test_gate_gradients_have_twice_the_room_of_the_others(monkeypatch):
     monkeypatch.setattr(worker, "make_inputs", partial(make_inputs, device="cpu"))
     rights = [worker.gate(Exact(spoilt, 1.015), "backward", Row(1, 2, "1x20"), "bench")[1] for spoilt in range(6)]
