@@ -226,9 +226,14 @@ def fill_compile_caches(
             unfinished.append(name)
             continue
         sys.stdout.writelines(f"{line}\n" for line in output.splitlines() if '"skipped"' in line)
-    for name in dict.fromkeys(unfinished):
+    name_unfinished(unfinished, seconds, "; raise --seconds")
+
+
+def name_unfinished(names: Sequence[str], seconds: float, way_out: str = "") -> None:
+    """Say whose compiling was ended."""
+    for name in dict.fromkeys(names):
         print(
-            f"{name} had not compiled everything after {seconds} s, and compiles the rest in its own time; raise --seconds."
+            f"{name} had not compiled everything after {seconds:.0f} s, and compiles the rest in its own time{way_out}."
         )
 
 

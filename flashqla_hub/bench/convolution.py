@@ -166,7 +166,7 @@ def fill_compile_caches(
             process = start_process(name, "compile", source, folders.get(name, ()), {"FLA_CACHE_RESULTS": "0"})
             process.stdin.write("".join(f"{shape}\n" for shape in shapes if shape.channels == number))
             process.stdin.close()
-            started.append(process)
+            started.append((name, process))
     finish(started, COMPILE_SECONDS)
 
 

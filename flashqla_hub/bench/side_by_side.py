@@ -172,15 +172,18 @@ class Lines:
         self._lines.put(None)
 
 
-def finish(processes: Sequence[subprocess.Popen], seconds: float) -> None:
-    """Wait for them so long in all, and end those that are left."""
+def finish(started: Sequence[tuple[str, subprocess.Popen]], seconds: float, way_out: str = "") -> None:
+    """Wait so long in all for what implementations compile, end what is left, and say whose it was."""
     deadline = time.monotonic() + seconds
-    for process in processes:
+    unfinished = []
+    for name, process in started:
         try:
             process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+            unfinished.append(name)
+    command.name_unfinished(unfinished, seconds, way_out)
 
 
 def fill_compile_caches(work: Work, peers: Sequence[str], seconds: float) -> None:
@@ -189,17 +192,20 @@ def fill_compile_caches(work: Work, peers: Sequence[str], seconds: float) -> Non
     Beside one process for each row there are some more, among which the candidates of Triton's tuners are shared out.
     """
     shares = min(SHARES, max(1, len(os.sched_getaffinity(0)) // (len(peers) * len(work.rows))))
-    processes = [
-        subprocess.Popen(
-            work.command(name, [row], f"{share}/{shares}"),
-            stdout=subprocess.DEVNULL,
-            env={**environment_of(work, name), "FLA_CACHE_RESULTS": "0"},  # times taken beside others mean nothing
+    started = [
+        (
+            name,
+            subprocess.Popen(
+                work.command(name, [row], f"{share}/{shares}"),
+                stdout=subprocess.DEVNULL,
+                env={**environment_of(work, name), "FLA_CACHE_RESULTS": "0"},  # times taken beside others mean nothing
+            ),
         )
         for name in peers
         for row in work.rows
         for share in range(shares)
     ]
-    finish(processes, seconds)
+    finish(started, seconds, "; raise --warm-seconds")
 
 
 def environment_of(work: Work, name: str) -> dict[str, str]:

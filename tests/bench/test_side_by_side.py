@@ -1,6 +1,7 @@
 """What the benchmarks of layers and models do with their processes: limits, reasons, lines that are written at once."""
 
 import json
+import subprocess
 import sys
 import time
 
@@ -125,6 +126,17 @@ def test_lost_row_of_ours_is_a_failure_and_one_of_a_peer_is_not(run, tmp_path):
     bench.compare(work, ["fla"], bench.Limits(), True, {}, tmp_path / "peer.jsonl")
     with pytest.raises(typer.Exit):
         bench.compare(work, ["flashqla"], bench.Limits(), True, {}, tmp_path / "ours.jsonl")
+
+
+def test_who_has_not_compiled_everything_in_time_is_named_once(capsys):
+    def start(seconds):
+        return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"])
+
+    started = [("fla+flashqla", start(60)), ("fla", start(0)), ("fla+flashqla", start(60))]
+    bench.finish(started, 1, "; raise --warm-seconds")
+    said = "fla+flashqla had not compiled everything after 1 s, and compiles the rest in its own time; raise --warm-seconds."
+    assert capsys.readouterr().out.splitlines() == [said]
+    assert all(process.poll() is not None for _, process in started)
 
 
 def test_process_of_an_implementation_says_when_a_row_is_warm(capsys):
