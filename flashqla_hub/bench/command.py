@@ -226,15 +226,13 @@ def fill_compile_caches(
             unfinished.append(name)
             continue
         sys.stdout.writelines(f"{line}\n" for line in output.splitlines() if '"skipped"' in line)
-    name_unfinished(unfinished, seconds, "; raise --seconds")
+    name_unfinished(unfinished, seconds, "in its own time; raise --seconds")
 
 
-def name_unfinished(names: Sequence[str], seconds: float, way_out: str = "") -> None:
-    """Say whose compiling was ended."""
+def name_unfinished(names: Sequence[str], seconds: float, when: str) -> None:
+    """Say whose compiling was ended, and when they do the rest."""
     for name in dict.fromkeys(names):
-        print(
-            f"{name} had not compiled everything after {seconds:.0f} s, and compiles the rest in its own time{way_out}."
-        )
+        print(f"{name} had not compiled everything after {seconds:.0f} s, and compiles the rest {when}.")
 
 
 def _start_worker(implementation: Implementation, options: list[str], source: Path) -> subprocess.Popen:

@@ -167,7 +167,7 @@ def fill_compile_caches(
             process.stdin.write("".join(f"{shape}\n" for shape in shapes if shape.channels == number))
             process.stdin.close()
             started.append((name, process))
-    finish(started, COMPILE_SECONDS)
+    finish(started, COMPILE_SECONDS, "in its own time")
 
 
 def start_process(

@@ -172,8 +172,8 @@ class Lines:
         self._lines.put(None)
 
 
-def finish(started: Sequence[tuple[str, subprocess.Popen]], seconds: float, way_out: str = "") -> None:
-    """Wait so long in all for what implementations compile, end what is left, and say whose it was."""
+def finish(started: Sequence[tuple[str, subprocess.Popen]], seconds: float, when: str) -> None:
+    """Wait so long in all for what implementations compile, end what is left, and say whose it was and when they do the rest."""
     deadline = time.monotonic() + seconds
     unfinished = []
     for name, process in started:
@@ -183,7 +183,7 @@ def finish(started: Sequence[tuple[str, subprocess.Popen]], seconds: float, way_
             process.kill()
             process.wait()
             unfinished.append(name)
-    command.name_unfinished(unfinished, seconds, way_out)
+    command.name_unfinished(unfinished, seconds, when)
 
 
 def fill_compile_caches(work: Work, peers: Sequence[str], seconds: float) -> None:
@@ -205,7 +205,7 @@ def fill_compile_caches(work: Work, peers: Sequence[str], seconds: float) -> Non
         for row in work.rows
         for share in range(shares)
     ]
-    finish(started, seconds, "; raise --warm-seconds")
+    finish(started, seconds, "before its rows; raise --warm-seconds")
 
 
 def environment_of(work: Work, name: str) -> dict[str, str]:

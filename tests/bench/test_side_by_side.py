@@ -133,8 +133,9 @@ def test_who_has_not_compiled_everything_in_time_is_named_once(capsys):
         return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"])
 
     started = [("fla+flashqla", start(60)), ("fla", start(0)), ("fla+flashqla", start(60))]
-    bench.finish(started, 1, "; raise --warm-seconds")
-    said = "fla+flashqla had not compiled everything after 1 s, and compiles the rest in its own time; raise --warm-seconds."
+    started[1][1].wait()
+    bench.finish(started, 1, "before its rows; raise --warm-seconds")
+    said = "fla+flashqla had not compiled everything after 1 s, and compiles the rest before its rows; raise --warm-seconds."
     assert capsys.readouterr().out.splitlines() == [said]
     assert all(process.poll() is not None for _, process in started)
 
