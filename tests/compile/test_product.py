@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 from hashlib import sha256
 
 import pytest
@@ -43,6 +44,15 @@ def test_specs_promise_their_tensor_cores_and_tma(specs):
     for spec in specs:
         if spec.name.startswith(("factor", "recurrence")):
             assert {"HGMMA", "UTMALDG"} <= set(spec.minimum_instructions), f"{spec.name} promises too little"
+
+
+def test_roles_change_their_registers_in_the_direction_that_they_say(compiled):
+    """An illegal instruction else, as soon as a warp comes there; no compiler says so."""
+    for kernel in compiled.kernels:
+        at_launch = kernel.resources.registers
+        for direction, count in re.findall(r"warpgroup_reg_(alloc|dealloc)<(\d+)>", kernel.source):
+            more = int(count) - at_launch if direction == "alloc" else at_launch - int(count)
+            assert more >= 0, f"{kernel.plan.name}: {direction} {count} of {at_launch} registers"
 
 
 def test_the_manifest_tells_what_was_shipped(compiled):
