@@ -15,6 +15,8 @@ import torch
 
 GRAPH_CALLS = 10
 GRAPH_REPLAYS = 5
+REST_SECONDS = 0.1  # before a short measurement, which is not to pay for the heat of what ran before it
+AWAKE_MS = 5.0  # of replays between a rest and the one that is timed
 EAGER_CALLS = 30
 HOST_CALLS, HOST_ROUNDS, HOST_SECONDS = 10, 200, 0.25
 L2_SIZES = 2  # inputs that are read in turn take at least this many times the L2 cache
@@ -55,9 +57,16 @@ def replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
 
 
 def burst_ms(graph: torch.cuda.CUDAGraph, count: int) -> float:
-    """Median milliseconds a call over single replays of a graph of `count` calls."""
-    replay_ms(graph, 2)
-    return statistics.median(replay_ms(graph, 1) for _ in range(GRAPH_REPLAYS)) / count
+    """Median milliseconds a call over single replays, each behind a rest and some that wake the card."""
+    replay_ms(graph, 1)
+    awakening = math.ceil(AWAKE_MS / replay_ms(graph, 1))
+    return statistics.median(_rested_replay_ms(graph, awakening) for _ in range(GRAPH_REPLAYS)) / count
+
+
+def _rested_replay_ms(graph: torch.cuda.CUDAGraph, awakening: int) -> float:
+    time.sleep(REST_SECONDS)
+    replay_ms(graph, awakening)
+    return replay_ms(graph, 1)
 
 
 def sustained_ms(graph: torch.cuda.CUDAGraph, count: int, burst: float, seconds: float) -> float:
@@ -72,8 +81,9 @@ def graph_ms(calls: Sequence[Callable]) -> float:
 
 
 def eager_ms(calls: Sequence[Callable]) -> float:
-    """Milliseconds a call of `EAGER_CALLS` calls queued one behind the other, from the host's clock."""
+    """Milliseconds a call of `EAGER_CALLS` calls queued one behind the other after a rest, from the host's clock."""
     turn = itertools.cycle(calls)
+    time.sleep(REST_SECONDS)
     for _ in range(3):
         next(turn)()
     torch.cuda.synchronize()

@@ -7,8 +7,6 @@ import importlib
 import itertools
 import json
 import sys
-import time
-from collections.abc import Callable
 
 import torch
 
@@ -22,7 +20,6 @@ from .rows import OPS, Row, shortened
 OUTPUT_LIMITS = (6e-3, 6e-3)
 GRADIENT_LIMITS = (1e-2, 1e-2, 1e-2, 2e-2, 1e-2, 1e-2)
 GATE_TOKENS, GRADIENT_GATE_TOKENS = 1100, 300  # the reference's backward keeps two states a token
-REST_SECONDS = 0.1  # before a short measurement, so that it pays less for the heat of the one before
 
 
 def relative_error(actual: torch.Tensor, truth: torch.Tensor) -> float:
@@ -73,21 +70,16 @@ def measure(implementation, op: str, row: Row, gates: str, sustain: float = 0, w
         "error": error,
     }
     graph, count = protocol.capture(calls)
-    figures["ms"] = rested(protocol.burst_ms, graph, count)
+    figures["ms"] = protocol.burst_ms(graph, count)
     if with_host:
         cheapest = functools.partial(torch.zeros(1, device=inputs["q"].device).add_, 1)
-        figures["eager_ms"] = rested(protocol.eager_ms, calls)
+        figures["eager_ms"] = protocol.eager_ms(calls)
         figures["host_us"], figures["launch_us"] = protocol.host_us(calls), protocol.host_us([cheapest])
     if buffers > 1:
-        figures["warm_ms"] = rested(protocol.graph_ms, calls[:1])
+        figures["warm_ms"] = protocol.graph_ms(calls[:1])
     if sustain > 0:
         figures["sustained_ms"] = protocol.sustained_ms(graph, count, figures["ms"], sustain)
     return figures
-
-
-def rested(measurement: Callable, *arguments) -> float:
-    time.sleep(REST_SECONDS)
-    return measurement(*arguments)
 
 
 def compile_only(implementation, op: str, row: Row, gates: str) -> dict:

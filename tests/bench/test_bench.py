@@ -571,6 +571,34 @@ def test_the_burst_is_timed_before_what_heats_the_card(monkeypatch):
     assert order == ["capture", "burst_ms", "eager_ms", "host_us", "host_us"]
 
 
+def rested_replays(monkeypatch, milliseconds):
+    """What a burst does, replays in the untimed and timed order of `milliseconds`, and its median."""
+    done, replays = [], iter(milliseconds)
+    monkeypatch.setattr(protocol.time, "sleep", lambda seconds: done.append("rest"))
+    monkeypatch.setattr(protocol, "replay_ms", lambda _, count: done.append(count) or next(replays))
+    return done, protocol.burst_ms(None, 10)
+
+
+def test_no_replay_that_is_timed_pays_for_the_heat_of_others(monkeypatch):
+    """Of ten calls that bring the card to its power limit after 50 ms, all five would be timed in one state or the other."""
+    timed = [14.0, 19.0, 15.0, 18.0, 16.0]
+    done, median = rested_replays(monkeypatch, [30.0, 20.0, *itertools.chain(*((99.0, each) for each in timed))])
+    assert done == [1, 1, *["rest", 1, 1] * 5] and median == 1.6
+
+
+def test_a_card_is_awake_when_a_short_replay_is_timed(monkeypatch):
+    done, _ = rested_replays(monkeypatch, [2.0, 0.5, *[5.0, 0.5] * 5])
+    assert done == [1, 1, *["rest", 10, 1] * 5]
+
+
+def test_eager_calls_come_after_a_rest(monkeypatch):
+    done = []
+    monkeypatch.setattr(protocol.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(protocol.time, "sleep", lambda seconds: done.append("rest"))
+    protocol.eager_ms([lambda: done.append("call")])
+    assert done[0] == "rest" and set(done[1:]) == {"call"}
+
+
 def test_gate_gradients_have_twice_the_room_of_the_others(monkeypatch):
     monkeypatch.setattr(worker, "make_inputs", partial(make_inputs, device="cpu"))
     rights = [worker.gate(Exact(spoilt, 1.015), "backward", Row(1, 2, "1x20"), "bench")[1] for spoilt in range(6)]
