@@ -1,16 +1,17 @@
 """Records: one JSON line per (run, operation, row, gates, implementation), append-only.
 
 Times are milliseconds a call: `ms` of short CUDA graph replays, each behind a rest in records made after commit 93dd8a2,
-`warm_ms` the same of one copy of inputs that fit into the L2 cache, as the anchors were measured, `sustained_ms` of seconds of
-replays, `eager_ms` of calls one behind the other without a graph; `host_us` is what the host spends between entering an eager
-call and its return, and `launch_us` in the cheapest one that PyTorch has, `x.add_(1)`, which tells how fast and how quiet the
-machine was. `bound_ms` is the least that the device's measured rates `copy_tb_s` and `matrix_tflop_s` allow. Memory is in 10^6
-bytes: `io_mb` of inputs and outputs, `peak_mb` allocated at the peak of a call, outputs included, and `extra_mb` without them.
-`buffers` is how many copies of the inputs were read in turn, `error` the relative error of the correctness gate. Of a whole
-layer, `layer` is its shape, `matrix_ms` the time of its matrix products alone, `rest_ms` that of all but products, `launches`
-what one call puts on the GPU, `served` what the implementation is made of, `functions` which functions ran in a call, those of
-a backward as the autograd functions that they belong to; of a whole model, `layer` is that of its layers. `void` says why a
-peer's line, and with it the comparison, does not count; `skipped` why a line has no times.
+`warm_ms` the same of one copy of inputs that fit into the L2 cache, as the anchors were measured, `sustained_ms` of
+`--sustain` seconds of replays without a rest, `eager_ms` of calls one behind the other without a graph; `host_us` is what the
+host spends between entering an eager call and its return, and `launch_us` in the cheapest one that PyTorch has, `x.add_(1)`,
+which tells how fast and how quiet the machine was. `bound_ms` is the least that the device's measured rates `copy_tb_s` and
+`matrix_tflop_s` allow. Memory is in 10^6 bytes: `io_mb` of inputs and outputs, `peak_mb` allocated at the peak of a call,
+outputs included, and `extra_mb` without them. `buffers` is how many copies of the inputs were read in turn, `error` the
+relative error of the correctness gate. Of a whole layer, `layer` is its shape, `matrix_ms` the time of its matrix products
+alone, `rest_ms` that of all but products, `launches` what one call puts on the GPU, `served` what the implementation is made
+of, `functions` which functions ran in a call, those of a backward as the autograd functions that they belong to; of a whole
+model, `layer` is that of its layers. `void` says why a peer's line, and with it the comparison, does not count; `skipped` why
+a line has no times.
 """
 
 import json

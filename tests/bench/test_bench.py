@@ -579,8 +579,8 @@ def rested_replays(monkeypatch, milliseconds):
     return done, protocol.burst_ms(None, 10)
 
 
-def test_no_replay_that_is_timed_pays_for_the_heat_of_others(monkeypatch):
-    """Of ten calls that bring the card to its power limit after 50 ms, all five would be timed in one state or the other."""
+def test_each_replay_that_is_timed_comes_after_a_rest_of_its_own(monkeypatch):
+    """Else their median is of some before the card meets its power limit and some behind it, as chance has it."""
     timed = [14.0, 19.0, 15.0, 18.0, 16.0]
     done, median = rested_replays(monkeypatch, [30.0, 20.0, *itertools.chain(*((99.0, each) for each in timed))])
     assert done == [1, 1, *["rest", 1, 1] * 5] and median == 1.6
