@@ -13,7 +13,8 @@ from .rows import Row
 
 HEAD_DIM = 128  # K = V
 CHUNK = 64
-ROUNDS, CALLS, REST_SECONDS = 10, 3, 0.1
+ROUNDS, CALLS = 10, 3
+REST_SECONDS = 0.1  # before a short measurement, which is not to pay for the heat of what ran before it
 ELEMENT_BYTES, GATE_BYTES, STATE_BYTES = 2, 4, 4  # q k v o in 16 bits; g beta, and states, in float32
 
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .bounds import REST_SECONDS
+
 GRAPH_CALLS = 10
 GRAPH_REPLAYS = 5
-REST_SECONDS = 0.1  # before a short measurement, which is not to pay for the heat of what ran before it
 AWAKE_MS = 5.0  # of replays between a rest and the one that is timed
 EAGER_CALLS = 30
 HOST_CALLS, HOST_ROUNDS, HOST_SECONDS = 10, 200, 0.25
