@@ -1,6 +1,7 @@
 """One run with HF Trainer: progress, checkpoints, the loss and the time of each step."""
 
 import json
+import os
 import resource
 import shutil
 import time
@@ -31,6 +32,7 @@ from .settings import WARM_UP, FinetuneError, Settings
 from .text import Rows
 
 STEPS_FILE = "steps.jsonl"
+FEWER_GAPS = "expandable_segments:True"  # of PyTorch's allocator: freed memory serves requests of other sizes
 
 
 @dataclass
@@ -236,8 +238,7 @@ def train(
         raise FinetuneError(f"interrupted after step {len(measured.losses)}; {_way_on(settings)}.") from error
     except torch.OutOfMemoryError as error:
         raise FinetuneError(
-            f"the GPU has too little memory for {settings.batch_size} x {settings.seq_len} tokens; lower --batch-size or "
-            "--seq-len, or pass --checkpointing non-reentrant."
+            f"the GPU has too little memory for {settings.batch_size} x {settings.seq_len} tokens; {_with_less_memory(settings)}."
         ) from error
     finally:
         watch.progress.stop()
@@ -268,6 +269,16 @@ def _way_on(settings: Settings) -> str:
     if checkpoint is None:
         return "no checkpoint is written yet, so the same command without --resume begins again"
     return f"the same command with --resume goes on from {checkpoint.name}"
+
+
+def _with_less_memory(settings: Settings) -> str:
+    """What the user has not done yet to fit a step into memory."""
+    ways = ["lower --batch-size or --seq-len" if settings.batch_size > 1 else "lower --seq-len"]
+    if settings.checkpointing == "none":
+        ways.append("pass --checkpointing non-reentrant")
+    if FEWER_GAPS not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
+        ways.append(f"set PYTORCH_ALLOC_CONF={FEWER_GAPS}")
+    return ", or ".join(ways)
 
 
 def _peak_bytes(device: str) -> int:

@@ -98,6 +98,36 @@ def test_failure_of_another_library_is_told_in_one_sentence(run, monkeypatch):
     assert isinstance(run().exception, RuntimeError)
 
 
+@pytest.mark.parametrize(
+    ("options", "allocator", "ways"),
+    [
+        (
+            (),
+            "",
+            "lower --seq-len, or pass --checkpointing non-reentrant, or set PYTORCH_ALLOC_CONF=expandable_segments:True",
+        ),
+        (
+            ("--batch-size", "2"),
+            "expandable_segments:True",
+            "lower --batch-size or --seq-len, or pass --checkpointing non-reentrant",
+        ),
+        (("--checkpointing", "non-reentrant"), "expandable_segments:True", "lower --seq-len"),
+    ],
+)
+def test_too_little_memory_is_told_with_what_is_left_to_do(run, monkeypatch, options, allocator, ways):
+    def exhaust(self, *args, **kwargs):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(training._Trainer, "training_step", exhaust)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator)
+    result = run(*options)
+    assert result.exit_code == 1
+    batch = 2 if "--batch-size" in options else 1
+    assert " ".join(result.output.split()).endswith(
+        f"error: the GPU has too little memory for {batch} x 32 tokens; {ways}."
+    )
+
+
 @pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
 def test_gradient_checkpointing_changes_no_loss(run, tmp_path, kind):
     assert run("--output", "without", "--no-save-model").exit_code == 0
