@@ -34,9 +34,9 @@ def verify(model: PreTrainedModel, rows: Rows, settings: Settings) -> str:
     one_by_one = [flatten([{"segments": [segment]}]) for segment in segments if len(segment["input_ids"]) > 1]
     together = flatten([row])
     unbroken = {name: together[name] for name in ("input_ids", "labels")}
-    truth = _gradients(model, one_by_one, settings)
-    packed = _distance(_gradients(model, [together], settings), truth)
-    ignored = _distance(_gradients(model, [unbroken], settings), truth)
+    _, truth = loss_and_gradients(model, one_by_one, settings)
+    packed = _distance(loss_and_gradients(model, [together], settings)[1], truth)
+    ignored = _distance(loss_and_gradients(model, [unbroken], settings)[1], truth)
     found = (
         f"a row of {len(segments)} documents: its gradients differ from those of the documents one by one by {packed:.1e}, "
         f"with the bounds ignored by {ignored:.1e}"
@@ -46,19 +46,23 @@ def verify(model: PreTrainedModel, rows: Rows, settings: Settings) -> str:
     return found
 
 
-def _gradients(model: PreTrainedModel, batches: list[dict], settings: Settings) -> list[Tensor]:
-    """Gradients of the mean loss over all predicted tokens of the batches."""
+def loss_and_gradients(
+    model: PreTrainedModel, batches: list[dict], settings: Settings
+) -> tuple[float, dict[str, Tensor]]:
+    """The mean loss over all predicted tokens of the batches, and its gradients by name of parameter."""
     counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
     model.train()
     model.zero_grad()
+    mean = 0.0
     for batch, count in zip(batches, counts, strict=True):
         with _autocast(settings)():
             moved = {key: x.to(settings.device) if isinstance(x, Tensor) else x for key, x in batch.items()}
-            loss = model(**moved, use_cache=False).loss
-        (loss * (count / sum(counts))).backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            loss = model(**moved, use_cache=False).loss * (count / sum(counts))
+        loss.backward()
+        mean += loss.item()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad(set_to_none=True)
-    return gradients
+    return mean, gradients
 
 
 def _autocast(settings: Settings) -> Callable:
@@ -67,9 +71,10 @@ def _autocast(settings: Settings) -> Callable:
     return lambda: torch.autocast(torch.device(settings.device).type, torch.bfloat16)
 
 
-def _distance(gradients: list[Tensor], others: list[Tensor]) -> float:
+def _distance(gradients: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     """|gradients - others| / |others| over all parameters at once."""
     squares = torch.zeros(2, dtype=torch.float64)
-    for a, b in zip(gradients, others, strict=True):
+    for name, b in others.items():
+        a = gradients[name]
         squares += torch.stack([(a.float() - b.float()).square().sum(), b.float().square().sum()]).double().cpu()
     return (squares[0] / squares[1]).sqrt().item()
