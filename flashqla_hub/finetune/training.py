@@ -32,6 +32,7 @@ from .settings import WARM_UP, FinetuneError, Settings
 from .text import Rows
 
 STEPS_FILE = "steps.jsonl"
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTorch reads the second, its older name, too
 FEWER_GAPS = "expandable_segments:True"  # of PyTorch's allocator: freed memory serves requests of other sizes
 
 
@@ -276,8 +277,8 @@ def _with_less_memory(settings: Settings) -> str:
     ways = ["lower --batch-size or --seq-len" if settings.batch_size > 1 else "lower --seq-len"]
     if settings.checkpointing == "none":
         ways.append("pass --checkpointing non-reentrant")
-    if FEWER_GAPS not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
-        ways.append(f"set PYTORCH_ALLOC_CONF={FEWER_GAPS}")
+    if not any(FEWER_GAPS in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES):
+        ways.append(f"put {FEWER_GAPS} into {ALLOCATOR_VARIABLES[0]}")
     return ", or ".join(ways)
 
 
