@@ -32,7 +32,7 @@ from .settings import WARM_UP, FinetuneError, Settings
 from .text import Rows
 
 STEPS_FILE = "steps.jsonl"
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTorch reads the second, its older name, too
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # PyTorch reads the first of them that is set
 FEWER_GAPS = "expandable_segments:True"  # of PyTorch's allocator: freed memory serves requests of other sizes
 
 
@@ -277,8 +277,9 @@ def _with_less_memory(settings: Settings) -> str:
     ways = ["lower --batch-size or --seq-len" if settings.batch_size > 1 else "lower --seq-len"]
     if settings.checkpointing == "none":
         ways.append("pass --checkpointing non-reentrant")
-    if not any(FEWER_GAPS in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES):
-        ways.append(f"put {FEWER_GAPS} into {ALLOCATOR_VARIABLES[0]}")
+    variable = next((name for name in ALLOCATOR_VARIABLES if name in os.environ), ALLOCATOR_VARIABLES[-1])
+    if FEWER_GAPS not in os.environ.get(variable, ""):
+        ways.append(f"put {FEWER_GAPS} into {variable}")
     return ", or ".join(ways)
 
 

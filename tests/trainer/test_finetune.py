@@ -113,6 +113,11 @@ FEWER_GAPS = ", or put expandable_segments:True into PYTORCH_ALLOC_CONF"
         ),
         (
             ("--checkpointing", "reentrant"),
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+            "1 x 32 tokens; lower --seq-len, or put expandable_segments:True into PYTORCH_CUDA_ALLOC_CONF",
+        ),
+        (
+            ("--checkpointing", "reentrant"),
             {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
             "1 x 32 tokens; lower --seq-len",
         ),
