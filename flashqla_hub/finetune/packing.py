@@ -74,7 +74,7 @@ def _autocast(settings: Settings) -> Callable:
 def _distance(gradients: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     """|gradients - others| / |others| over all parameters at once."""
     squares = torch.zeros(2, dtype=torch.float64)
-    for name, b in others.items():
-        a = gradients[name]
+    for name in gradients.keys() | others.keys():
+        a, b = gradients[name], others[name]
         squares += torch.stack([(a.float() - b.float()).square().sum(), b.float().square().sum()]).double().cpu()
     return (squares[0] / squares[1]).sqrt().item()

@@ -13,34 +13,60 @@ NEARER = 1.1  # times the error of transformers' own bfloat16; roundings that di
 
 
 @pytest.fixture
-def benchmark():
+def benchmark(monkeypatch, kernel_folder, tmp_path):
+    """The script, with a `run` of its command line on the CPU."""
     spec = importlib.util.spec_from_file_location("step_gradients", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+
+    def call(*arguments: str) -> int:
+        options = ["--seq-len", "128", "--device", "cpu", "--source", str(kernel_folder), *arguments]
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
+        return module.main()
+
+    module.call = call
     return module
 
 
-def test_kernel_is_as_near_to_float32_as_transformers(benchmark, monkeypatch, kernel_folder, tmp_path, capsys):
+def test_kernel_is_as_near_to_float32_as_transformers(benchmark, tmp_path, capsys):
     output = tmp_path / "records" / "steps.jsonl"
-    arguments = ["--tokens", "128", "--device", "cpu", "--source", str(kernel_folder), "--output", str(output)]
     wanted = ["--implementation", "flashqla", "--implementation", "plain", "--seed", "3"]
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments, *wanted])
-    assert benchmark.main() == 0
+    assert benchmark.call("--output", str(output), *wanted) == 0
     (line,) = output.read_text().splitlines()
     record = json.loads(line)
     ours, plain = (record["implementations"][name] for name in ("flashqla", "plain"))
     assert 5 < record["loss"] < 6  # ln 256 = 5.55 of weights that know nothing
-    assert {name: record[name] for name in ("model", "tokens", "seed")} == {"model": "tiny", "tokens": 128, "seed": 3}
+    assert {name: record[name] for name in ("model", "seq_len", "seed")} == {"model": "tiny", "seq_len": 128, "seed": 3}
     assert ours["errors"].keys() == plain["errors"].keys() >= {"all parameters", "linear_attn.A_log", "norm.weight"}
     assert 1e-4 < plain["errors"]["all parameters"] < 2e-2 and 0 < plain["signs"] < 2e-2
     assert 1e-4 < ours["errors"]["all parameters"] <= NEARER * plain["errors"]["all parameters"]
     assert f"{ours['errors']['all parameters']:.2e}" in capsys.readouterr().out
 
 
+def test_no_figures_of_another_implementation_are_reported(benchmark, tmp_path, capfd):
+    output = tmp_path / "steps.jsonl"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert benchmark.call("--output", str(output), "--implementation", "flashqla", "--source", str(empty)) == 1
+    assert "the step of flashqla ended with exit code 1" in capfd.readouterr().err
+    assert output.read_text() == ""
+
+
+def test_bad_arguments_get_a_sentence(benchmark, tmp_path, capsys):
+    assert benchmark.call("--implementation", "fla") == 1
+    assert "error: --implementation is fla, and flash-linear-attention " in capsys.readouterr().err
+    assert benchmark.call("--output", str(tmp_path)) == 1
+    assert f"error: --output is {tmp_path}, which cannot be written" in capsys.readouterr().err
+    for option, value in (("--seq-len", "1"), ("--seed", "-1")):
+        with pytest.raises(SystemExit):
+            benchmark.call(f"{option}={value}")
+        assert f"{option} is {value}; it must be" in capsys.readouterr().err
+
+
 def test_distances_are_those_of_their_definition(benchmark):
     exact = {"loss": 2.0, "gradients": {"a.0.w": torch.tensor([3.0, 4.0]), "b": torch.tensor([-12.0, 0.5])}}
     found = {"loss": 1.5, "gradients": {"a.0.w": torch.tensor([3.0, 4.5]), "b": torch.tensor([-12.0, -0.5])}}
-    distances = benchmark.distances(found, exact)
+    distances = benchmark.distances(found, exact, "cpu")
     assert distances["loss"] == -0.5 and distances["signs"] == 0.25
     assert distances["errors"] == pytest.approx(
         {"a.w": 0.1, "b": 1 / (144.25**0.5), "all parameters": (1.25 / 169.25) ** 0.5}
