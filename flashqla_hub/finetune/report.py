@@ -158,11 +158,13 @@ def verdict(runs: Sequence[dict]) -> tuple[bool, str] | None:
     steps = min(len(ours), len(plain), len(rounding))
     difference = loss_difference(ours[:steps], plain[:steps])
     resolution = torch.finfo(torch.float32).eps * max(map(abs, plain[:steps]))
-    yardstick = max(loss_difference(rounding[:steps], plain[:steps]), resolution)
+    of_two_plain = loss_difference(rounding[:steps], plain[:steps])
+    yardstick = max(of_two_plain, resolution)
     passes = difference <= ALLOWED_LOSS_DIFFERENCE * yardstick < float("inf")  # a loss that is no number allows nothing
     sentence = (
         f"over {steps} steps the loss differs from plain transformers by at most {difference:.2e}, and that of two plain "
-        f"runs that differ in rounding alone by {yardstick:.2e}; {ALLOWED_LOSS_DIFFERENCE} times that is allowed."
+        f"runs that differ in rounding alone by {of_two_plain:.2e}; {ALLOWED_LOSS_DIFFERENCE} times "
+        + (f"what float32 resolves, {resolution:.2e}, is allowed." if yardstick > of_two_plain else "that is allowed.")
     )
     return passes, sentence
 
