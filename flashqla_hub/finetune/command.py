@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .training import Measured
 
 COMPARISON_FILE = "comparison.json"
+MODEL_FOLDER = "model"
 LARGEST_SEED = 2**32 - 1  # of NumPy
 PAGE_WIDTH = 120  # of output that is not a terminal
 RATES = {True: 3e-4, False: 2e-5}  # default learning rates: of random weights, and of trained ones
@@ -100,15 +102,20 @@ def checkpoint_to_resume(settings: Settings, resume: bool, overwrite: bool) -> P
         raise FinetuneError(f"--output is {settings.output}, which is a file; name a folder.")
     found = last_checkpoint(settings)
     if not resume:
-        if found is not None and not overwrite:
+        results = [settings.output / name for name in (MODEL_FOLDER, report.REPORT_FILE)]
+        left = found or next((path for path in results if path.exists()), None)
+        if left is not None and not overwrite:
+            way_on = "--resume to go on, " if found else ""
             raise FinetuneError(
-                f"{settings.output} holds {found.name} of an earlier run; pass --resume to go on, --overwrite to begin "
-                "again, or another --output."
+                f"{settings.output} holds {left.name} of an earlier run; pass {way_on}--overwrite to begin again, or "
+                "another --output."
             )
         return None
     settings.require_same_run()
     if found is None:
-        raise FinetuneError(f"{settings.output} holds no checkpoint to resume; leave out --resume to begin again.")
+        raise FinetuneError(
+            f"{settings.output} holds no checkpoint to resume; pass --overwrite instead to begin again."
+        )
     done = int(found.name.rpartition("-")[2])
     if done >= settings.last_step:
         raise FinetuneError(
@@ -143,13 +150,14 @@ def run(settings: Settings, resume: bool, overwrite: bool, verify_packing: bool,
         kernelize(model, source=settings.source, trust_remote_code=settings.trust_remote_code, device=settings.device)
     served = report.servers(who_serves(model)) if implementation.is_ours else {}
     require_ours(settings, served)
+    path = settings.output / report.REPORT_FILE
     if checkpoint is None:
         forget_checkpoints(settings)
-    settings.save()
-    path = settings.output / report.REPORT_FILE
-    path.unlink(missing_ok=True)
-    if checkpoint is None:
         compare.forget(settings.output)
+        (settings.output / COMPARISON_FILE).unlink(missing_ok=True)
+        shutil.rmtree(settings.output / MODEL_FOLDER, ignore_errors=True)
+    settings.save()
+    path.unlink(missing_ok=True)
     tell_beginning(settings, model.num_parameters(), len(rows), served, console)
     proof = {}
     if verify_packing:
@@ -168,7 +176,7 @@ def run(settings: Settings, resume: bool, overwrite: bool, verify_packing: bool,
         measured = train(model, rows, held_out, settings, checkpoint, console, keep)
     summary = keep(measured)
     if settings.save_model:
-        model.save_pretrained(settings.output / "model")
+        model.save_pretrained(settings.output / MODEL_FOLDER)
     report.show(summary, console)
     return summary
 

@@ -268,7 +268,7 @@ def _losses_up_to(settings: Settings, resume: Path | None) -> list[float]:
 def _way_on(settings: Settings) -> str:
     checkpoint = last_checkpoint(settings)
     if checkpoint is None:
-        return "no checkpoint is written yet, so the same command without --resume begins again"
+        return "no checkpoint is written yet, so the same command with --overwrite begins again"
     return f"the same command with --resume goes on from {checkpoint.name}"
 
 

@@ -428,6 +428,20 @@ def test_earlier_run_is_neither_mixed_with_nor_continued_with_other_options(run)
     assert run("--resume", "--stop-after", "2").exit_code == 1
 
 
+def test_results_of_an_earlier_run_are_replaced_only_if_that_is_asked_for(run, tmp_path):
+    folder = tmp_path / "finetune-output"
+    assert run("--compare", "plain:1").exit_code == 0
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    again = run("--seed", "1")
+    assert again.exit_code == 1
+    assert "finetune-output holds model of an earlier run; pass --overwrite to begin again, or another" in again.output
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert run("--overwrite", "--seed", "1", "--no-save-model").exit_code == 0
+    assert not (folder / "model").exists() and not (folder / "comparison.json").exists()
+    third = run()
+    assert third.exit_code == 1 and "finetune-output holds report.json of an earlier run" in third.output
+
+
 def test_run_that_begins_again_is_not_resumed_from_a_checkpoint_of_the_one_before(run, tmp_path):
     assert run("--save-every", "4", "--learning-rate", "1e-2", "--no-save-model").exit_code == 0
     assert run("--overwrite", "--stop-after", "2", "--no-save-model").exit_code == 0
@@ -513,6 +527,14 @@ def test_verdict_is_measured_by_rounding_alone():
     assert report.verdict([run_of("flashqla", 2.0), plain]) is None
     passes, sentence = report.verdict([run_of("flashqla", 9.0, 1.0), plain, {"kernel": "plain-eager", "losses": [2.0]}])
     assert not passes and "over 1 steps" in sentence
+
+
+def test_verdict_says_when_float32_resolves_no_less():
+    plain, rounding = run_of("plain", 2.0, 1.0), run_of("plain-eager", 2.0, 1.0)
+    passes, sentence = report.verdict([run_of("flashqla", 2.0, 1.0), plain, rounding])
+    assert passes and sentence.endswith("by 0.00e+00; 1.5 times what float32 resolves, 2.38e-07, is allowed.")
+    _, sentence = report.verdict([run_of("flashqla", 2.0, 1.0), plain, run_of("plain-eager", 2.0, 1.1)])
+    assert sentence.endswith("by 1.00e-01; 1.5 times that is allowed.")
 
 
 @pytest.mark.parametrize("broken", [report.PLAIN, report.ROUNDING, report.OURS])
