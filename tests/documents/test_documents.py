@@ -259,9 +259,11 @@ def test_readme_times_are_those_of_a_record():
 
 
 def test_readme_training_figures_are_those_of_a_record():
-    """Every row of the training table stands in one file under benchmarks/results/h200/finetune/."""
-    form = r"^\| ([\d,]+) \| ([\w-]+) \| ([^|]+) \| ([\d.]+) \| ([\d,]+) \| ([\d,]+) \|$"
-    quoted = set(re.findall(form, README, flags=re.MULTILINE))
+    """Every row of the training table stands in one file under benchmarks/results/h200/finetune/, and they are numbered."""
+    form = r"^\| (\d+) \| ([\d,]+) \| ([\w-]+) \| ([^|]+) \| ([\d.]+) \| ([\d,]+) \| ([\d,]+) \| (\w+) \|$"
+    rows = re.findall(form, README, flags=re.MULTILINE)
+    assert [number for number, *_ in rows] == [str(i + 1) for i in range(len(rows))]
+    quoted = {tuple(figures) for _, *figures in rows}
     records = []
     for path in (ROOT / "benchmarks/results/h200/finetune").glob("*.json"):
         runs = json.loads(path.read_text())["runs"]
@@ -274,6 +276,7 @@ def test_readme_training_figures_are_those_of_a_record():
                     f"{run['step_ms']:.1f}",
                     f"{run['tokens_per_second']:,.0f}",
                     f"{run['peak_mb']:,.0f}",
+                    run.get("commit"),
                 )
                 for run in runs
                 if "missing" not in run
