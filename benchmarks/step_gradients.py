@@ -213,16 +213,18 @@ def distances(found: dict, exact: dict, device: str) -> dict:
 
     Signs count because the first step of Adam is made of them.
     """
-    squares: dict[str, torch.Tensor] = {}
+    from flashqla_hub.finetune.packing import squares
+
+    sums: dict[str, torch.Tensor] = {}
     signs = elements = 0
     for name in found["gradients"].keys() | exact["gradients"].keys():
-        gradient, truth = (each["gradients"][name].to(device).float() for each in (found, exact))
-        pair = torch.stack([(gradient - truth).square().sum(), truth.square().sum()]).double()
+        gradient, truth = (each["gradients"][name].to(device) for each in (found, exact))
+        pair = squares(gradient, truth)
         for kind in (ALL, kind_of(name)):
-            squares[kind] = squares.get(kind, 0) + pair
+            sums[kind] = sums.get(kind, 0) + pair
         signs += (gradient.sign() != truth.sign()).sum().item()
         elements += truth.numel()
-    errors = {kind: (error / whole).sqrt().item() for kind, (error, whole) in sorted(squares.items()) if whole > 0}
+    errors = {kind: (error / whole).sqrt().item() for kind, (error, whole) in sorted(sums.items()) if whole > 0}
     return {"loss": found["loss"] - exact["loss"], "errors": errors, "signs": signs / elements}
 
 

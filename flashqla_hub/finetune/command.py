@@ -150,13 +150,13 @@ def run(settings: Settings, resume: bool, overwrite: bool, verify_packing: bool,
         kernelize(model, source=settings.source, trust_remote_code=settings.trust_remote_code, device=settings.device)
     served = report.servers(who_serves(model)) if implementation.is_ours else {}
     require_ours(settings, served)
-    path = settings.output / report.REPORT_FILE
     if checkpoint is None:
         forget_checkpoints(settings)
         compare.forget(settings.output)
         (settings.output / COMPARISON_FILE).unlink(missing_ok=True)
         shutil.rmtree(settings.output / MODEL_FOLDER, ignore_errors=True)
     settings.save()
+    path = settings.output / report.REPORT_FILE
     path.unlink(missing_ok=True)
     tell_beginning(settings, model.num_parameters(), len(rows), served, console)
     proof = {}

@@ -73,8 +73,11 @@ def _autocast(settings: Settings) -> Callable:
 
 def _distance(gradients: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     """|gradients - others| / |others| over all parameters at once."""
-    squares = torch.zeros(2, dtype=torch.float64)
-    for name in gradients.keys() | others.keys():
-        a, b = gradients[name], others[name]
-        squares += torch.stack([(a.float() - b.float()).square().sum(), b.float().square().sum()]).double().cpu()
-    return (squares[0] / squares[1]).sqrt().item()
+    error, whole = sum(squares(gradients[name], others[name]).cpu() for name in gradients.keys() | others.keys())
+    return (error / whole).sqrt().item()
+
+
+def squares(gradient: Tensor, other: Tensor) -> Tensor:
+    """|gradient - other|^2 and |other|^2 of one parameter, [2] in float64."""
+    gradient, other = gradient.float(), other.float()
+    return torch.stack([(gradient - other).square().sum(), other.square().sum()]).double()
