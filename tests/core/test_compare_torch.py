@@ -1,23 +1,20 @@
 """The benchmark beside transformers: right results first, then times, then a record. Speed itself is not tested here."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
+from ..benchmark_scripts import load
+
 pytest.importorskip("transformers.models.qwen3_5", reason="compares with transformers' Qwen3.5")
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compare_torch.py"
 SMALL = ["--tokens", "70", "--heads", "1", "--value-heads", "2", "--dim", "16", "--threads", "1", "--rounds", "2"]
 
 
 @pytest.fixture
 def benchmark(monkeypatch, kernel_folder):
-    spec = importlib.util.spec_from_file_location("compare_torch", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("compare_torch")
 
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["compare_torch.py", *SMALL, "--source", str(kernel_folder), *arguments])

@@ -1,27 +1,24 @@
 """The benchmark that tells whose gradients are nearer to those of float32."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "step_gradients.py"
+from ..benchmark_scripts import load
+
 NEARER = 1.1  # times the error of transformers' own bfloat16; roundings that differ differ by less here
 
 
 @pytest.fixture
-def benchmark(monkeypatch, kernel_folder, tmp_path):
-    """The script, with a `run` of its command line on the CPU."""
-    spec = importlib.util.spec_from_file_location("step_gradients", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def benchmark(monkeypatch, kernel_folder):
+    """The script; `call` runs it on the CPU with further arguments."""
+    module = load("step_gradients")
 
     def call(*arguments: str) -> int:
         options = ["--seq-len", "128", "--device", "cpu", "--source", str(kernel_folder), *arguments]
-        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
+        monkeypatch.setattr(sys, "argv", ["step_gradients.py", *options])
         return module.main()
 
     module.call = call
